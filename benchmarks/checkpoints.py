@@ -34,6 +34,7 @@ from hocket.strategy import Strategy
 from hocket.train.checkpoints import Checkpoints, process_file
 from hocket.train.loop import Training, TrainingPlan
 from hocket.train.replicas import LiveReplica
+from hocket.train.runtimes.collective import CollectiveRuntime
 
 PIXELS, CLASSES, BATCH = 784, 10, 64
 
@@ -44,7 +45,7 @@ def training(width: int, steps: int, epochs: int) -> Training:
     x, y = torch.randn(BATCH * steps, PIXELS), torch.randint(0, CLASSES, (BATCH * steps,))
     data, cluster = DataSet("made-up", (x, y), None, CLASSES, identity), VirtualCluster(1, timed=True)
     optimizer = lambda params: torch.optim.Adam(params, 1e-4)  # noqa: E731
-    replica = LiveReplica(model, F.cross_entropy, optimizer, Strategy(), cluster)
+    replica = LiveReplica(model, F.cross_entropy, optimizer, Strategy(), CollectiveRuntime(cluster))
     return Training(replica, cluster, data, F.cross_entropy, TrainingPlan(epochs=epochs, batch_size=BATCH))
 
 

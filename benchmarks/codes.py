@@ -31,7 +31,7 @@ from hocket.cluster.layout import layout_of
 from hocket.cluster.message import Message
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import Codec
-from hocket.compression.base import Compressor, Context, Heard, State
+from hocket.compression.base import Compressor, Context, Mixed, State
 from hocket.models import cnn
 from hocket.programs.two_stage import program_for
 
@@ -152,11 +152,11 @@ class Alone:
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         return rows
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         message, state = codec.encode(rows, self.keys, state, context)
         self.last: tuple[Codec, Message, int] = codec, message, rows.shape[1]
         sent = codec.decode(message, rows.shape[1], context)
-        return Heard(sent, sent, state)
+        return Mixed(sent, sent, state)
 
 
 def works_of(text: str, rows: Tensor, keys: Tensor) -> Works:

@@ -48,6 +48,7 @@ from hocket.train.elastic_checkpoints import FolderAgreement
 from hocket.train.loop import EpochLoop, Training, TrainingPlan
 from hocket.train.replicas import LiveReplica
 from hocket.train.resume import Resumption, check_structure
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import train_rows
 
@@ -84,7 +85,7 @@ def alone(strategy: str, seed: int = 1) -> Training:
     """A process with one worker."""
     torch.manual_seed(seed)
     cluster = VirtualCluster(1, timed=True)
-    replica = LiveReplica(network(), F.cross_entropy, sgd, Strategy.parse(strategy), cluster)
+    replica = LiveReplica(network(), F.cross_entropy, sgd, Strategy.parse(strategy), CollectiveRuntime(cluster))
     return Training(replica, cluster, data(), F.cross_entropy, planned(seed))
 
 

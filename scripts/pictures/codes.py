@@ -109,7 +109,7 @@ def cosines() -> Drawing:
     shown = [("a momentum of 64 × 64 values", "drawn as means of 4 × 4", matrix)]
     for most in (1, 2, 8):
         where = context(0, 1, ((64, 64),))
-        found = code(f"demo({most}, sign=False)").mean(matrix.reshape(1, -1).clone(), alone(), {}, where).heard
+        found = code(f"demo({most}, sign=False)").mean(matrix.reshape(1, -1).clone(), alone(), {}, where).mixed
         shown.append((f"demo({most})", f"{most} of its 4,096 cosines", found.view(64, 64)))
     small = [(name, words, torch.nn.functional.avg_pool2d(values.view(1, 1, 64, 64), 4)[0, 0]) for name, words, values in shown]
     return maps("demo: a momentum, and what the largest cosines of it are", small, 11)

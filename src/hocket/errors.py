@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 
 class HocketError(ValueError):
@@ -71,6 +72,20 @@ def _edits(word: str, other: str) -> int:
         for j, b in enumerate(other, 1):
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (a != b)))
     return row[-1]
+
+
+def is_whole(value: object, least: float = 1, most: float = math.inf) -> bool:
+    """Whether ``value`` is a whole number from ``least`` to ``most``; True and False are none.
+
+    >>> is_whole(3), is_whole(3, most=2), is_whole(3.0), is_whole(True)
+    (True, False, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def bytes_text(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Packages that come with an extra: found, or asked for in one sentence."""
+"""Packages that come with an extra: imported, or an error that says how to install them."""
 
 from __future__ import annotations
 

@@ -102,10 +102,10 @@ def sealed(state: Any) -> bytes:
 
 
 def unsealed(content: bytes) -> Any:
-    """What was sealed; ValueError (or one of torch's own) where it is damaged."""
+    """The inverse of :func:`sealed`; ValueError (or one of torch's own) where the bytes are damaged."""
     body, check = content[:-_CHECK_BYTES], content[-_CHECK_BYTES:]
     if zlib.crc32(body).to_bytes(_CHECK_BYTES, "little") != check:
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     return read_state(body)
 
 
@@ -146,7 +146,7 @@ def sealed_json(content: Mapping[str, Any]) -> bytes:
 
 
 def unsealed_json(content: bytes) -> dict[str, Any]:
-    """What was sealed; ValueError where it is damaged.
+    """The inverse of :func:`sealed_json`; ValueError where the bytes are damaged.
 
     >>> unsealed_json(sealed_json({"step": 3}))
     {'step': 3}
@@ -156,7 +156,7 @@ def unsealed_json(content: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(found, dict) or found.pop(_CHECK, None) != zlib.crc32(json.dumps(found).encode()):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     return found
 
 
@@ -195,9 +195,9 @@ def read_safetensors(content: bytes) -> dict[str, Tensor]:
     length, kinds = int.from_bytes(content[:8], "little"), {name: kind for kind, name in _DTYPES.items()}
     body = memoryview(bytearray(content))[8 + length :]  # a copy: tensors may be written to
     found = {}
-    for name, told in json.loads(content[8 : 8 + length]).items():
+    for name, entry in json.loads(content[8 : 8 + length]).items():
         if name != "__metadata__":
-            first, end = told["data_offsets"]
+            first, end = entry["data_offsets"]
             raw = torch.frombuffer(body[first:end], dtype=torch.uint8) if end > first else torch.empty(0, dtype=torch.uint8)
-            found[name] = raw.clone().view(kinds[told["dtype"]]).view(told["shape"])
+            found[name] = raw.clone().view(kinds[entry["dtype"]]).view(entry["shape"])
     return found

@@ -13,7 +13,7 @@ import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number, is_whole
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![A-Za-z_0-9.]))|(?P<word>[A-Za-z_][A-Za-z_0-9]*)|(?P<mark>[-+|/(),=\[\]]))"
@@ -47,7 +47,7 @@ class Ratio:
     of: int
 
     def __post_init__(self) -> None:
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in (self.count, self.of)) or not 1 <= self.count <= self.of:
+        if not is_whole(self.of) or not is_whole(self.count, 1, self.of):
             raise HocketError(f"{self}: a ratio is two whole numbers, the first from 1 up to the second, such as 64/4096.")
 
     def __str__(self) -> str:
@@ -185,8 +185,7 @@ def write(spec: Any) -> str:
     for f in fields(spec):
         value = getattr(spec, f.name)
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        leading = f is fields(spec)[0] and (is_number or hasattr(spec, "spelled"))
+        leading = f is fields(spec)[0] and (is_number(value) or hasattr(spec, "spelled"))
         if value == default and type(value) is type(default) and not leading:
             positional = False
             continue

@@ -1,4 +1,4 @@
-"""What notebooks show: tables as HTML, and how far a training is."""
+"""Tables and progress bars for notebooks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes:
 
     body = "".join(line("td", row) for row in rows)
     named = f"<p><b>{html.escape(title)}</b></p>" if title else ""
-    said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<div>{named}<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>{said}</div>"
+    paragraphs = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    return f"<div>{named}<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>{paragraphs}</div>"
 
 
 class TrainingPosition(Protocol):
@@ -75,7 +75,7 @@ class ProgressBar:
     def _described(self, where: TrainingPosition, now: float) -> str:
         passed = now - self._begun
         left = "" if where.step >= where.steps else f", about {passed / max(1, where.step) * (where.steps - where.step):.0f} s left"
-        epoch = min(where.epoch + 1, where.epochs)  # the first so many have ended
+        epoch = min(where.epoch + 1, where.epochs)  # the first ``where.epoch`` have ended
         return f"epoch {epoch} of {where.epochs}, step {where.step} of {where.steps}, {passed:.0f} s{left}"
 
     def _display(self, share: float | None, text: str) -> None:

@@ -55,7 +55,7 @@ class _Session:
     world: int = 1
     rendezvous: RendezvousInfo | None = None
     stream: SampleStream | None = None  # the samples of an elastic job
-    number: int = 0  # of sessions that this process has begun
+    number: int = 0  # the number of sessions that this process has begun
 
 
 def init(
@@ -106,7 +106,7 @@ def init(
 def shutdown() -> None:
     """End all jobs of this process and leave the cluster; this also happens when the program ends."""
     for job in list(_Session.jobs):
-        if job.strategy.runtime != "collective":  # the others are not waited for
+        if job.strategy.runtime != "collective":  # leave without waiting for the others
             job.detach()
     for servers in _Session.started:
         servers.see_off()
@@ -165,7 +165,7 @@ def parallelize(
         return _begun(job)
     if placed is not None and sharding == "fsdp" and not placed.splits:
         placed.check(cluster.size)
-        placed = None  # replicas alone
+        placed = None  # only whole replicas count
     if placed is not None:
         job = _split(model, optimizer, parsed, placed, pipeline, sharding, options)
     else:
@@ -252,7 +252,7 @@ def _split(
     sharding: str | None,
     options: dict[str, Any],
 ) -> Job:
-    """A job whose replicas are split; from here on the session's workers are replicas."""
+    """Make a job of split replicas; from here on the session's workers are replicas."""
     from hocket.split.split_model import SplitModel  # what splits a model is loaded only where a model is split
     from hocket.train.split_job import split_job
 
@@ -292,7 +292,7 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRunt
         else start_servers(strategy, layout, cluster, session.keys, session.liveness_timeout_s)
     )
     session.started.append(servers)
-    cluster.stop_heartbeat()  # from here on processes neither wait for others nor end with them
+    cluster.stop_heartbeat()  # from here on processes do not wait for each other, nor end together
     keys = None if session.keys is None else Keys.read(session.keys)
     config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.liveness_timeout_s)
     return ServerRuntime(servers.addresses, servers.job, config, keys)
@@ -327,7 +327,7 @@ class DistributedLoader:
         self.loader, self.epoch, self.even = loader, epoch, even
 
     def __len__(self) -> int:
-        """Batches in an epoch (of a loader that has a length); where they are dealt by demand, an even share of them."""
+        """Batches in an epoch (of a loader that has a length); where workers take them on demand, an even share of them."""
         world = _Session.world if _Session.stream is None or _Session.cluster is None else _Session.cluster.size
         return distributed_length(self.loader, world if _Session.cluster is not None else 1)
 

@@ -133,7 +133,7 @@ class Strategy:
         codes = [("what", link) for link in self.compression.links]
         specs: list[tuple[str, Any]] = [("when", self.sync), ("whom", self.topology), *codes]
         about = [str(sys.modules[type(spec).__module__].__doc__).split("\n")[0].replace("``", "") for _, spec in specs]
-        rows = [(axis, _text(spec), told, spec.paper or "") for (axis, spec), told in zip(specs, about, strict=True)]
+        rows = [(axis, _text(spec), title, spec.paper or "") for (axis, spec), title in zip(specs, about, strict=True)]
         return table(str(self), ["axis", "method", "what it is", "paper"], rows, [f"Workers exchange {self.exchanged}."], words=4)
 
     def moment(self, step: int) -> Moment:

@@ -86,7 +86,7 @@ def votes(workers: int, steps: int = 40) -> Tensor:
     cluster = VirtualCluster(workers)
     channel = AllReduce().bind(cluster, cluster.world, 0)
     everyone = torch.arange(workers)
-    heard = [channel.coded(Sign(vote=True), noise(t, workers), {}, context(t, everyone, workers)).heard for t in range(steps)]
+    heard = [channel.coded(Sign(vote=True), noise(t, workers), {}, context(t, everyone, workers)).mixed for t in range(steps)]
     return torch.stack(heard)
 
 
@@ -103,7 +103,7 @@ def voted(rank: int) -> Tensor:
     channel = AllReduce().bind(cluster, cluster.world, 0)
     own = torch.tensor([rank])
     rows = [noise(t, cluster.size)[rank : rank + 1] for t in range(5)]
-    return torch.stack([channel.coded(Sign(vote=True), r, {}, context(t, own, cluster.size)).heard for t, r in enumerate(rows)])
+    return torch.stack([channel.coded(Sign(vote=True), r, {}, context(t, own, cluster.size)).mixed for t, r in enumerate(rows)])
 
 
 def test_real_workers_decide_ties_as_virtual_ones_do(loop: Loop) -> None:

@@ -260,7 +260,7 @@ def test_what_would_train_wrongly_is_refused(loop: Loop) -> None:
     assert first["twice"].startswith("Parameter 0.weight is trained by another job (bulk + allreduce); call detach()")
     assert first["step"].startswith("optimizer.step() without a backward pass since the last step")
     assert first["second"] == first["step"]
-    assert first["adam"].startswith("dgc carries the momentum itself, and Adam has one, too")
+    assert first["adam"].startswith("dgc includes the momentum, and Adam has one, too")
     assert first["ddp"].startswith("The model is wrapped in DistributedDataParallel")
     assert first["ddp"].endswith("give its .module.")
     assert first["again"] == first["first"] == first["rmsprop"] == ""

@@ -22,6 +22,7 @@ from hocket.models import cross_entropy
 from hocket.noise import fold
 from hocket.strategy import Strategy
 from hocket.train.replicas import LiveReplica, StackedReplicas
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.simulate import seeded
 
 WORKERS, STEPS, BATCH = 4, 8, 5
@@ -145,11 +146,14 @@ CASES = [
 
 def build(case: Case, cluster: Cluster, live: bool) -> Any:
     """The workers of a case that a cluster hosts here."""
-    kind: Any = LiveReplica if live else StackedReplicas
-    caps = {"buckets": Buckets(4096, 900)}  # several buckets
     strategy = Strategy.parse(case.strategy)
-    model = seeded({"mlp": _mlp, "norm": _norm}[case.model], 3)
-    replicas = kind(model, cross_entropy, OPTIMIZERS[case.optimizer], strategy, cluster, seed=3, clip=case.clip, **caps)
+    given = seeded({"mlp": _mlp, "norm": _norm}[case.model], 3), cross_entropy, OPTIMIZERS[case.optimizer], strategy
+    options: Any = {"seed": 3, "clip": case.clip, "buckets": Buckets(4096, 900)}  # several buckets
+    replicas: LiveReplica | StackedReplicas
+    if live:
+        replicas = LiveReplica(*given, CollectiveRuntime(cluster), **options)
+    else:
+        replicas = StackedReplicas(*given, cluster, **options)
     assert len(replicas.layout.buckets) > 1
     return replicas
 

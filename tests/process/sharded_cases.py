@@ -17,6 +17,7 @@ from hocket.models import cross_entropy, gpt, mlp
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.run import explanation, run
+from hocket.train.runtimes.fsdp import FsdpRuntime
 from hocket.train.settings import RunSettings
 from hocket.train.split_replicas import FullReplica
 from process.cases import flat, refusal
@@ -307,8 +308,8 @@ def normed(rank: int) -> dict[str, Any]:
 
     def make() -> FullReplica:
         torch.manual_seed(7)
-        cluster = hocket.session._Session.cluster
-        return FullReplica(Normed(), cross_entropy, lambda p: torch.optim.SGD(p, 0.1), Strategy(), cluster, clip=1.0)  # type: ignore[arg-type]
+        runtime = FsdpRuntime(hocket.session._Session.cluster)  # type: ignore[arg-type]
+        return FullReplica(Normed(), cross_entropy, lambda p: torch.optim.SGD(p, 0.1), Strategy(), runtime, clip=1.0)
 
     replica, keys = make(), torch.zeros(1)
     for t in range(2):

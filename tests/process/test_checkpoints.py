@@ -70,9 +70,9 @@ def test_it_says_which_and_why_on_the_first_process_alone(found: list[dict[str, 
     first, second = found
     assert not second["killed"]["said"] + second["flipped"]["said"] + second["full"]["said"]
     assert "Goes on from checkpoint 2 (epoch 2, step " in first["killed"]["said"][0]
-    assert "Checkpoint 3 is passed over: process 0 was never finished." in first["killed"]["said"][0]
+    assert "Checkpoint 3 is passed over: process 0 was not finished." in first["killed"]["said"][0]
     assert "Goes on from checkpoint 1 (epoch 1, step " in first["flipped"]["said"][0]
-    why = "Checkpoint 3 is passed over: process 1 has a damaged process-1.pt (its checksum is another)."
+    why = "Checkpoint 3 is passed over: process 1 has a damaged process-1.pt (its checksum does not match)."
     assert why in first["flipped"]["said"][0]
 
 

@@ -263,7 +263,7 @@ SENTENCES = {
     "not a model": ["parallelize needs an nn.Module, got generator"],
     "not an optimiser": ["parallelize needs a torch.optim optimiser, got Sequential"],
     "nonfinite": ["nonfinite='ignore'", "use 'raise'"],
-    "dgc": ["dgc carries the momentum itself"],
+    "dgc": ["dgc includes the momentum"],
     "strategy name": ["Unknown method 'gosip' — did you mean 'gossip'?"],
     "hosts": ["4 workers do not divide into hosts of 3"],
     "sparse": ["A gradient is sparse", "sparse=False"],

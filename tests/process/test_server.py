@@ -436,7 +436,7 @@ REFUSED = {
     "--strategy 'async + server' --keys nowhere": "There are no keys at nowhere",
     "--strategy 'async + server' --slowdown 0.5": "at least 1",
     "--strategy bulk --slowdown 0.5": "at least 1",
-    "--strategy 'async + server' --optimizer adafactor": "looks at whole tensors",
+    "--strategy 'async + server' --optimizer adafactor": "computes with whole tensors",
     "--strategy 'async + server' --virtual --keys nowhere --replace": "--keys, --replace: async + server(1) on virtual workers",
     "--strategy 'bulk + server(role=sum)' --liveness-timeout 3": "--liveness-timeout: bulk + server(1, sum) does not use it",
     "--strategy bulk --snapshot -1": "--snapshot: bulk + allreduce does not use it",

@@ -155,10 +155,10 @@ def test_the_last_generations_are_kept_and_the_newest_is_taken(tmp_path: Path) -
 
 
 DAMAGE = {
-    "a flipped bit": (lambda folder: flip(folder / process_file(0)), "has a damaged process-0.pt (its checksum is another)"),
+    "a flipped bit": (lambda folder: flip(folder / process_file(0)), "has a damaged process-0.pt (its checksum does not match)"),
     "a short file": (lambda folder: os.truncate(folder / process_file(0), 20), "has a damaged process-0.pt (20 bytes, not"),
     "a lost file": (lambda folder: (folder / process_file(0)).unlink(), "lacks process-0.pt (No such file or directory)"),
-    "a lost manifest": (lambda folder: (folder / MANIFEST).unlink(), "was never finished"),
+    "a lost manifest": (lambda folder: (folder / MANIFEST).unlink(), "was not finished"),
     "a flipped manifest": (lambda folder: flip(folder / MANIFEST, 40), "has a damaged manifest.json"),
     "another manifest": (lambda folder: (folder / MANIFEST).write_bytes(sealed_json({"files": 3})), "has a damaged manifest.json"),
 }
@@ -401,6 +401,6 @@ def test_a_process_whose_others_do_not_tell_their_step_ends_at_once(
     try:
         found.start(0)
         assert codes.get(timeout=60) == 143
-        assert "other processes have not told their step" in capsys.readouterr().err
+        assert "other processes have not reported their step" in capsys.readouterr().err
     finally:
         found.close()

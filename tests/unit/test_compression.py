@@ -140,7 +140,7 @@ def test_two_phases_of_an_unbiased_code_are_right_on_average(text: str) -> None:
     cluster = VirtualCluster(3)
     channel = AllReduce().bind(cluster, cluster.world, 0)
     rows = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
-    heard = torch.stack([channel.coded(codec, rows, {}, context(3, step=t)).heard[0] for t in range(draws)]).double()
+    heard = torch.stack([channel.coded(codec, rows, {}, context(3, step=t)).mixed[0] for t in range(draws)]).double()
     error = heard.std(0) / math.sqrt(draws)
     assert bool(((heard.mean(0) - rows.double().mean(0)).abs() <= 5 * error + 1e-6).all())
 
@@ -367,11 +367,11 @@ class _Plain:
     uniform = True
 
     def coded(self, codec, rows, state, context, wants_sent=True):
-        from hocket.compression.base import Heard
+        from hocket.compression.base import Mixed
 
         message, state = codec.encode(rows, context.keys(1), state, context)
         sent = codec.decode(message, rows.shape[1], context)
-        return Heard(sent, sent, state)
+        return Mixed(sent, sent, state)
 
 
 def _dgc(codec: DGC, gradients: Tensor) -> tuple[list[Tensor], dict]:
@@ -379,7 +379,7 @@ def _dgc(codec: DGC, gradients: Tensor) -> tuple[list[Tensor], dict]:
     for t, g in enumerate(gradients):
         out = codec.mean(g.unsqueeze(0), _Plain(), state, context(1, exchange=t))
         state = out.state
-        heard.append(out.heard[0])
+        heard.append(out.mixed[0])
     return heard, state
 
 
@@ -422,7 +422,7 @@ def test_dgc_warms_up() -> None:
 def test_dgc_clips_to_its_share_of_the_norm() -> None:
     rows = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0], [3.0, 4.0, 0.0], [3.0, 4.0, 0.0]])
     out = DGC(1.0, clip=2.0).mean(rows, _Plain(), {}, context(4))
-    torch.testing.assert_close(out.heard.norm(dim=1), torch.tensor([1.0, 0.5, 1.0, 1.0]))
+    torch.testing.assert_close(out.mixed.norm(dim=1), torch.tensor([1.0, 0.5, 1.0, 1.0]))
 
 
 def test_specs_say_what_they_are() -> None:
@@ -436,9 +436,9 @@ def test_a_vote_is_the_majority() -> None:
     cluster = VirtualCluster(3)
     channel = AllReduce().bind(cluster, cluster.world, 0)
     rows = torch.tensor([[1.0, 1.0, -1.0], [1.0, -1.0, -1.0], [-9.0, 1.0, -1.0]])
-    heard = channel.coded(Sign(vote=True), rows, {}, context(3)).heard
+    heard = channel.coded(Sign(vote=True), rows, {}, context(3)).mixed
     assert heard.sign().tolist() == [[1.0, 1.0, -1.0]] * 3
-    mean = channel.coded(Sign(vote=False), rows, {}, context(3)).heard
+    mean = channel.coded(Sign(vote=False), rows, {}, context(3)).mixed
     assert mean[0, 0] < 0
 
 
@@ -452,7 +452,7 @@ def test_a_tie_is_decided_by_chance_and_alike_for_all(workers: int) -> None:
     rows[:, :8] = 2.0
 
     def heard(step: int) -> Tensor:
-        found = channel.coded(Sign(vote=True, block=4096), rows, {}, context(workers, step=step)).heard
+        found = channel.coded(Sign(vote=True, block=4096), rows, {}, context(workers, step=step)).mixed
         assert torch.equal(found, found[:1].expand_as(found))
         return found[0]
 
@@ -563,7 +563,7 @@ def test_deep_gradient_compression_takes_rices_code() -> None:
     for code, workers in cluster.items():
         channel = AllReduce().bind(workers, workers.world, 0)
         rows = torch.randn(2, 40000, generator=torch.Generator().manual_seed(0))
-        heard[code] = DGC(0.05, indices=code).mean(rows, channel, {}, context(2)).heard
+        heard[code] = DGC(0.05, indices=code).mean(rows, channel, {}, context(2)).mixed
     assert torch.equal(heard["plain"], heard["rice"])
     assert bool((cluster["rice"].ledger.bytes_sent < cluster["plain"].ledger.bytes_sent).all())
 

@@ -94,7 +94,7 @@ def test_the_mean_has_the_selected_values_of_all_workers() -> None:
     rows = torch.randn(4, 128 * 64, generator=torch.Generator().manual_seed(0))
     cluster = VirtualCluster(4)
     context = Context(0, 0, 0, 0, torch.arange(4), 4, shapes)
-    heard = DeMo(k, 0.0, sign=False).mean(rows, AllReduce().bind(cluster, cluster.world, 0), {}, context).heard
+    heard = DeMo(k, 0.0, sign=False).mean(rows, AllReduce().bind(cluster, cluster.world, 0), {}, context).mixed
     chunks = transformed(rows, context).view(4, -1, CHUNK)
     kept = chunks * (chunks.abs() >= chunks.abs().topk(k, dim=2).values[:, :, -1:])
     expected = restored(kept.flatten(1).mean(0, keepdim=True), rows.shape[1], context)
@@ -130,7 +130,7 @@ def test_a_clip_of_signs_is_refused() -> None:
 
 
 def test_an_optimiser_with_momentum_is_refused() -> None:
-    with pytest.raises(HocketError, match=r"demo carries the momentum itself, and AdamW has one, too: use SGD\(momentum=0\)"):
+    with pytest.raises(HocketError, match=r"demo includes the momentum, and AdamW has one, too: use SGD\(momentum=0\)"):
         World("bulk + demo", optimizer=lambda params: torch.optim.AdamW(params))
 
 

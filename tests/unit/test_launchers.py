@@ -21,7 +21,7 @@ from hocket.cluster.launchers import announced
 from hocket.drivers import machines as machines_file
 from hocket.drivers import store_agents
 from hocket.drivers.machines import LOST, Agent, Fixed
-from hocket.drivers.processes import error_told
+from hocket.drivers.processes import reported_error
 from hocket.drivers.shard_process import check_snapshot
 from hocket.drivers.store_agents import OwnProcess, StoreAgent, StoreMachines, job_secret
 from hocket.errors import HocketError, WorkerLost
@@ -159,7 +159,7 @@ def test_an_agents_process_is_as_a_child_of_ones_own(monkeypatch: pytest.MonkeyP
             assert list(process.stdout) == ["HELLO\n"]
         told = machines.start(1, ["-c", 'print(\'{"error": "no"}\')'], {})
         told.wait(30)
-        assert error_told(told) == {"kind": "HocketError", "error": "no"}
+        assert reported_error(told) == {"kind": "HocketError", "error": "no"}
         for place in (0, 1):
             killed = machines.start(place, ["-c", "import time; time.sleep(100)"], {})
             killed.kill()

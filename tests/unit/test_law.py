@@ -45,7 +45,7 @@ def test_an_interval_holds_what_was_not_seen_and_grows_with_the_distance() -> No
 
 def test_it_says_what_it_does_not_know() -> None:
     trainings = [Training(steps, 1 + steps**-0.5, 4) for steps in (10, 20, 40, 80)]
-    with pytest.raises(HocketError, match=r"knows nothing of workers = 8: all trainings had 4"):
+    with pytest.raises(HocketError, match=r"cannot predict workers = 8: all trainings had 4"):
         fit(trainings).loss(100, 8)
     with pytest.raises(HocketError, match="needs 4 trainings, not 2"):
         fit(trainings[:2])

@@ -201,7 +201,9 @@ def test_an_address_that_others_reach_is_said_and_the_machine_known_by_its_name(
     assert re.fullmatch(r"http://127.0.0.1:\d+/ follows .*; Ctrl-C ends it.\nFalse False\n", ended.stdout)
     monkeypatch.setattr(Server, "open_to_others", True)
     ended = CliRunner().invoke(cli.app, arguments)
-    assert re.fullmatch(r"note: whoever reaches port \d+ of 127.0.0.1 can read the page: there is no password.\n", ended.stderr)
+    assert re.fullmatch(
+        r"note: anyone who can reach port \d+ of 127.0.0.1 can read the page; there is no password.\n", ended.stderr
+    )
     assert ended.stdout.endswith("True False\n")
 
 

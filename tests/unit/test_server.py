@@ -49,6 +49,7 @@ from hocket.sync import SSP, Async, Bulk, Sync
 from hocket.train import throttle
 from hocket.train.checks import layout_for
 from hocket.train.replicas import LiveReplica
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.transport import Envelope, Kind, Listener
 from shard_servers import JOB, ShardServers
 
@@ -909,7 +910,8 @@ def test_a_worker_that_waits_for_all_is_slowed_before_its_exchange(
     slept: list[float] = []
     monkeypatch.setattr(throttle.time, "sleep", slept.append)
     make = partial(torch.optim.SGD, lr=0.1)
-    replica = LiveReplica(nn.Linear(3, 2), nn.functional.cross_entropy, make, Strategy(), VirtualCluster(1), slowdown=slowdown)
+    runtime = CollectiveRuntime(VirtualCluster(1))
+    replica = LiveReplica(nn.Linear(3, 2), nn.functional.cross_entropy, make, Strategy(), runtime, slowdown=slowdown)
     for _ in range(4):
         replica.step([torch.ones(2, 3)], [torch.tensor([0, 1])], torch.zeros(1), [1.0])
     assert len(slept) == sleeps

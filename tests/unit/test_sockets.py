@@ -187,7 +187,9 @@ def test_a_program_that_moves_to_another_address_talks_to_that_one_alone() -> No
 def test_wrong_keys_are_told_in_one_sentence_with_the_address() -> None:
     with listener(keys=Keys.make()) as ears:
         runtime = ServerRuntime([ears.address], JOB, WorkerConfig(Strategy.parse("async + server"), LAYOUT, 0, 1), Keys.make())
-        with pytest.raises(HocketError, match=f"Shard 0 at {ears.address} does not let us in: use the keys of its job."):
+        with pytest.raises(
+            HocketError, match=f"Shard 0 at {ears.address} rejects the keys of this process: use the keys of its job."
+        ):
             runtime.join([torch.ones(1, 50)], SGD)
 
 

@@ -16,6 +16,7 @@ from hocket.cluster.layout import layout_of
 from hocket.errors import NonFiniteGradient
 from hocket.strategy import Strategy
 from hocket.train.replicas import LiveReplica, StackedReplicas
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.watch import NonFinite, check_weights, first_nonfinite
 
 
@@ -110,7 +111,8 @@ def test_where_steps_are_not_looked_at_weights_are_after_an_epoch() -> None:
 
 def test_what_is_written_into_the_mean_model_is_undone() -> None:
     made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    replica = LiveReplica(made, nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1), Strategy(), VirtualCluster(1))
+    sgd, runtime = partial(torch.optim.SGD, lr=0.1), CollectiveRuntime(VirtualCluster(1))
+    replica = LiveReplica(made, nn.functional.cross_entropy, sgd, Strategy(), runtime)
     kept = {name: value.clone() for name, value in made.state_dict().items()}
     with replica.averaged() as mean, torch.no_grad():
         mean.get_parameter("0.weight").fill_(5.0)

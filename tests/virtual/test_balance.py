@@ -20,6 +20,7 @@ from hocket.strategy import Strategy
 from hocket.train.balance import by_speed
 from hocket.train.loop import TrainingPlan
 from hocket.train.replicas import LiveReplica, StackedReplicas
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import train_rows
 from virtual.world import FEATURES, Tiny, seeded, sgd
@@ -200,8 +201,11 @@ def test_several_workers_in_one_process_have_no_speeds() -> None:
 def test_a_worker_on_hooks_weighs_its_own_steps_as_rows_do(always: bool) -> None:
     x, y = samples(6)
     states = []
-    for kind in (LiveReplica, StackedReplicas):
-        replicas = kind(seeded(), F.cross_entropy, sgd(0.5), Strategy.parse("local(2)"), VirtualCluster(1))
+    for live in (True, False):
+        given = seeded(), F.cross_entropy, sgd(0.5), Strategy.parse("local(2)")
+        cluster = VirtualCluster(1)
+        replicas: LiveReplica | StackedReplicas
+        replicas = LiveReplica(*given, CollectiveRuntime(cluster)) if live else StackedReplicas(*given, cluster)
         replicas.step([x], [y], torch.zeros(1, dtype=torch.int64), [0.3], always=always)
         with replicas.averaged() as model:
             states.append([p.detach().clone() for p in model.parameters()])

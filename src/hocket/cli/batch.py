@@ -44,8 +44,8 @@ def train_on_batches(
 ) -> None:
     """Train; ``epochs`` are iterations, the strategy ``server(shards=n)`` gives the shards; ``device`` is virtual workers'.
 
-    Real workers' last iteration lies in ``out``: with ``resume`` the run there goes on from it. ``recording`` is a folder for all
-    that happens to their processes, to replay the run.
+    Real workers' last iteration lies in ``out``: with ``resume`` the run there goes on from it. ``recording`` is a folder for the
+    events of their processes, to replay the run.
     """
     strategy = settings.strategy
     server = strategy.topology
@@ -66,10 +66,10 @@ def train_on_batches(
         described = _described(settings, job, device)
         run_before = record.read_run() if resume else None
         if run_before is not None:
-            record.check_resumed(run_before, described)  # not longer either: its line search counts what is left
+            record.check_resumed(run_before, described)  # not longer either: its line search counts the evaluations left
         elif resume and not (record.folder / STATE).exists():
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
-        else:  # what lies in the folder of the state says what it is of
+        else:  # the launch checks that the saved state belongs to this run
             record.write_run({**described, "versions": versions()})
     kept = None if out is None or not resume else out / "metrics.jsonl"
     before = len(kept.read_text().splitlines()) if kept is not None and kept.exists() else 0
@@ -77,7 +77,7 @@ def train_on_batches(
         where = None if data_dir is None else str(data_dir)
         describe_recording(recording, "sandblaster", settings=settings.by_name(), data_dir=where)
     run = _run(settings, job, record, before, out, recording)
-    metrics = [_metrics(row) for row in run.metrics]  # real workers' last one has an accuracy now
+    metrics = [_metrics(row) for row in run.metrics]  # the last iteration of real workers has an accuracy only now
     if record is not None:
         record.write_metrics(metrics)
     _show(settings, job, metrics, run.ended, out)
@@ -102,7 +102,7 @@ def _job(settings: RunSettings, server: Topology, device: torch.device, data_dir
 
 
 def _described(settings: RunSettings, job: Sandblaster, device: torch.device) -> dict[str, Any]:
-    """run.json but for the versions."""
+    """The content of run.json without the versions."""
     given = {name: value for name, value in settings.recorded().items() if name != "cluster"}
     virtual, workers = settings.workers.virtual, settings.workers.count
     kind = "virtual" if virtual else "processes"
@@ -113,7 +113,7 @@ def _described(settings: RunSettings, job: Sandblaster, device: torch.device) ->
 def _run(
     settings: RunSettings, job: Sandblaster, record: Record | None, before: int, out: Path | None, recording: Path | None
 ) -> Any:
-    """Train; after each iteration that the record does not have yet (it has ``before``) its figures are written."""
+    """Train, and write the figures of every iteration that the record lacks (it has the first ``before``)."""
     metrics: list[dict[str, Any]] = []
     restarts = 0
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True, console=Console(stderr=True)) as progress:
@@ -128,7 +128,7 @@ def _run(
         def tend(company: Any) -> None:
             nonlocal restarts
             if company.times_restarted > restarts:
-                progress.console.print("hocket: a shard or the coordinator was killed and is back from the last iteration.")
+                progress.console.print("hocket: a shard or the coordinator was killed, and restarted from the last iteration.")
             restarts = company.times_restarted
 
         if settings.workers.virtual:
@@ -161,7 +161,7 @@ def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """An iteration in the words of metrics.jsonl."""
+    """An iteration as a line of metrics.jsonl."""
     line = {"epoch": row["iteration"], "accuracy": row["accuracy"], "loss": row["loss"], "test_loss": row.get("test_loss")}
     line |= {name: row[name] for name in ("perplexity", "seconds") if name in row}
     line |= dict.fromkeys(("compute_s", "wait_s", "transfer_s", "transfer_hidden_s"))

@@ -13,7 +13,7 @@ SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
 HELP = {
     "train": "Train a model with one strategy, on real processes or on virtual workers.",
     "study": "Run many strategies side by side: a table, curves and one HTML page. The same command goes on where it was stopped.",
-    "report": "Build the page, the tables and the charts of finished runs, and say what they show.",
+    "report": "Build the page, the tables and the charts of finished runs, and print the conclusions.",
     "watch": "Follow a training or a study on a local page: curves, table, who is slow. Ctrl-C ends the page, not the training.",
     "probe": "Measure compute, codes and links into a cluster file; under torchrun, mpirun or srun those of a cluster.",
     "predict": "Predict step time, efficiency, traffic, memory and cost, without training.",
@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         return list(HELP)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What a list of commands needs to know of one."""
+        """The name and the help of a command, without loading its module."""
         return TyperCommand(cmd_name, help=HELP[cmd_name], rich_markup_mode=self.rich_markup_mode) if cmd_name in HELP else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -55,7 +55,7 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """The command itself."""
+    """Load the command from its module."""
     file, function = _FUNCTIONS.get(name, (name, "command"))
     module = importlib.import_module(f"hocket.cli.{file}")
     if name in _GROUPS:

@@ -1,4 +1,4 @@
-"""``hocket data``: pack samples into shards, check them, list them, look at some."""
+"""``hocket data``: pack samples into shards, check shards, list them, show samples."""
 
 import os
 import sys
@@ -42,13 +42,13 @@ def pack_command(
         ),
     ],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write into.")],
-    shard_mb: Annotated[float, typer.Option(help="About how many MB a shard has.")] = SHARD_BYTES / 2**20,
-    size: Annotated[int | None, typer.Option(min=1, help="Crop and scale pictures to so many pixels square.")] = None,
-    test: Annotated[float | None, typer.Option(help="Put this share of the samples into DEST/test.")] = None,
+    shard_mb: Annotated[float, typer.Option(help="The size of a shard in MB, about.")] = SHARD_BYTES / 2**20,
+    size: Annotated[int | None, typer.Option(min=1, help="Crop and scale pictures to squares of this many pixels.")] = None,
+    test: Annotated[float | None, typer.Option(help="Put this fraction of the samples into DEST/test.")] = None,
     shuffle: Annotated[bool, typer.Option(help="Shuffle the samples once; otherwise they keep their order.")] = True,
     seed: Annotated[int, typer.Option(help="Decides that order.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Shards made at a time.")] = os.cpu_count() or 1,
-    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="How many shards are written in parallel.")] = os.cpu_count() or 1,
+    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="The folder of the data sets.")] = None,
 ) -> None:
     """Pack samples into WebDataset tar shards with an index; an interrupted run goes on when it is started again."""
     if shard_mb <= 0:
@@ -64,18 +64,20 @@ def pack_command(
 @app.command("check")
 def check_command(
     url: _URL,
-    batch_size: Annotated[int, typer.Option(min=1, help="Batch of all workers, for the quality of the shuffle.")] = 100,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per step of all workers, to judge the shuffle.")] = 100,
     lanes: Annotated[int | None, typer.Option(min=1, help="Parts of the data that are read side by side (default: 16).")] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="Samples that are permuted in each (default: a shard's).")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Samples in the shuffle buffer of each part (default: a shard's).")
+    ] = None,
 ) -> None:
-    """Read all shards and compare them with the index; show the balance of classes and how well the order mixes them."""
+    """Read all shards and compare them with the index; show how balanced the classes are and how well the order mixes them."""
     index = Index.load(url)
     with _bar("checking", len(index.shards)) as advance, ThreadPoolExecutor(4) as pool:
         bad = []
         for done, (shard, found) in enumerate(zip(index.shards, pool.map(checks.shard(url), index.shards), strict=True), 1):
             advance(done, len(index.shards))
             bad += [f"{shard.name}: {found}"] if found else []
-    print(f"{url}: {_size(index)}; {'all as the index says' if not bad else f'{len(bad)} bad'}")
+    print(f"{url}: {_size(index)}; {'all shards match the index' if not bad else f'damaged shards: {len(bad)}'}")
     if (index.labels >= 0).any():
         for line in checks.balance(index):
             print(line)
@@ -102,8 +104,8 @@ def ls_command(url: _URL) -> None:
 @app.command("sample")
 def sample_command(
     url: _URL,
-    count: Annotated[int, typer.Argument(metavar="N", min=1, help="How many.")] = 4,
-    epoch: Annotated[int, typer.Option(min=0, help="The epoch that they are the first of.")] = 0,
+    count: Annotated[int, typer.Argument(metavar="N", min=1, help="How many samples to show.")] = 4,
+    epoch: Annotated[int, typer.Option(min=0, help="The epoch whose first samples are shown.")] = 0,
 ) -> None:
     """Show the first samples of an epoch, as pictures or text."""
     index = Index.load(url)
@@ -133,8 +135,8 @@ def shown(value: object, width: int = 64) -> Text:
                 text.append("▀", style=f"{upper} on {lower}")
             text.append("\n")
         return text
-    said = str(value.tolist() if isinstance(value, Tensor) else value)
-    return Text(said if len(said) <= 300 else f"{said[:300]}…")
+    written = str(value.tolist() if isinstance(value, Tensor) else value)
+    return Text(written if len(written) <= 300 else f"{written[:300]}…")
 
 
 def _parts(source: str, size: int | None, test: float | None, data_dir: Path | None) -> dict[str, Source]:

@@ -58,7 +58,7 @@ def command(
 
 
 def seen(rows: Sequence[Row]) -> list[str]:
-    """In a line for each kind of worker: what sends least within two points of the best accuracy; and how to read seconds."""
+    """For each kind of worker the strategy that sends least within two points of the best accuracy; and how to read seconds."""
     lines = []
     for facet in dict.fromkeys(row.facet for row in rows):
         here = [row for row in rows if row.facet == facet and row.accuracy is not None and row.times_fewer]
@@ -86,7 +86,7 @@ def _outline(title: str, strategies: tuple[str, ...], workers: int, lr: float, s
 
 
 def _make_room(out: Path) -> None:
-    """An earlier demo makes room; nothing else is touched."""
+    """Remove an earlier demo's folder; refuse a folder that is not a demo's."""
     for place in (out / "real", out / "virtual"):
         try:
             earlier = json.loads((place / "study.json").read_bytes()).get("preset") == "demo"

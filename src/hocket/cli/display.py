@@ -101,7 +101,7 @@ class StudyDisplay(Watch):
         table = Table(title=escape(self._study.title), title_justify="left", header_style="bold", padding=(0, 1), box=SIMPLE_HEAD)
         names = list(dict.fromkeys(name for r in self._study.runs if (name := predicted_for(r.settings))))
         predicted = [f"s, predicted for {names[0]}" if len(names) == 1 else "s, predicted"] if names else []
-        widest = max(20, self._console.width - 42 - sum(len(title) + 3 for title in predicted))  # what the figures leave
+        widest = max(20, self._console.width - 42 - sum(len(title) + 3 for title in predicted))  # the width that the figures leave
         table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=widest)
         for column in ("result", "MB", "took, s", *predicted):
             table.add_column(column, justify="right", no_wrap=True, min_width=8)
@@ -121,7 +121,7 @@ class StudyDisplay(Watch):
         return Group(*parts, f"{len(self._over)} of {len(self._study.runs)} runs done{self._left()}")
 
     def _left(self) -> str:
-        """Time that the rest will take if it goes on as so far."""
+        """The remaining seconds, if the rest runs at the same pace."""
         number = self._now
         running = _cost(self._study.runs[number]) * self._share if self._note == "training" and number is not None else 0.0
         done = self._done - self._before + running
@@ -132,7 +132,7 @@ class StudyDisplay(Watch):
 
 
 def _cost(planned: Planned) -> float:
-    """What a run takes, in epochs, roughly; a search for the rate takes about as long as the run itself."""
+    """The rough cost of a run in epochs; a search for the rate takes about as long as the run itself."""
     return planned.settings.epochs * (1 + planned.tuned + planned.outer)
 
 

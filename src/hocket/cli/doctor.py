@@ -10,7 +10,7 @@ import typer
 
 def command(
     out: Annotated[Path | None, typer.Option(help="The folder that a run would be written to.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for processes that have not come.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for processes that have not connected.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
     """Check this machine or, under a launcher, the cluster, before a run; exit code 1 if something would fail."""

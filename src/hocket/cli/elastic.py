@@ -50,8 +50,8 @@ def launch(
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
     hang_timeout: Annotated[float, _HANG] = HANG_TIMEOUT_S,
     mesh: Annotated[str | None, typer.Option(help="How the script splits each worker's model, such as pipeline=2.")] = None,
-    keys: Annotated[Path | None, typer.Option(help="Those that the script gives to hocket.init, made by `hocket keys`.")] = None,
-    bind: Annotated[str, typer.Option(help="Where workers find it; an address that other machines reach needs --keys.")] = _HERE,
+    keys: Annotated[Path | None, typer.Option(help="The keys that the script gives to hocket.init, made by `hocket keys`.")] = None,
+    bind: Annotated[str, typer.Option(help="Where the rendezvous listens; one that other machines reach needs --keys.")] = _HERE,
 ) -> None:
     """Run a training script as workers on this machine; the others go on when one is lost, and another joins."""
     parsed = Elastic.parse(elastic)
@@ -63,13 +63,14 @@ def launch(
 
 def rendezvous(
     elastic: Annotated[str, typer.Option(help="Least and most workers, such as 2:8.")],
-    bind: Annotated[str, typer.Option(help="Where workers find it; an address that other machines reach needs --keys.")],
-    workers: Annotated[int | None, typer.Option(help="With how many the run begins (default: the least).")] = None,
+    bind: Annotated[str, typer.Option(help="Where the rendezvous listens; one that other machines reach needs --keys.")],
+    workers: Annotated[int | None, typer.Option(help="How many workers begin the run (default: the least).")] = None,
     keys: Annotated[Path | None, typer.Option(help="Keys made by `hocket keys`.")] = None,
     job: Annotated[
         str | None,
         typer.Option(
-            envvar=JOB, help="The run's id, 32 hexadecimal digits, HOCKET_JOB of workers (default: a new one, which is printed)."
+            envvar=JOB,
+            help="The run's id, 32 hexadecimal digits, which workers have in HOCKET_JOB (default: a new one, which is printed).",
         ),
     ] = None,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,

@@ -8,7 +8,7 @@ import typer
 
 def command(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the keys; only you will be able to read it.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Make the keys that the processes of a job need to talk beyond one machine."""
     from hocket.transport.keys import Keys

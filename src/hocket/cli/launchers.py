@@ -21,7 +21,7 @@ _NEED_KEYS = "messages between machines need keys: make them with `hocket keys F
 
 
 def check_launcher(launcher: str | None, environ: Mapping[str, str]) -> None:
-    """Refuse a launcher that there is not, and Ray under another one."""
+    """Refuse an unknown launcher, and Ray under another launcher."""
     if launcher is None:
         return
     if launcher != RAY:
@@ -34,7 +34,7 @@ def check_launcher(launcher: str | None, environ: Mapping[str, str]) -> None:
 
 
 def refuse_launched(environ: Mapping[str, str], what: str, instead: str) -> None:
-    """Refuse a command of one process that a launcher has started several times."""
+    """Refuse a launcher that started several processes of a command that is one process."""
     if (found := _several(environ)) is not None:
         raise HocketError(f"{what} is one process, but {found.launcher} has started {found.processes} of them: {instead}.")
 
@@ -59,8 +59,8 @@ def check_options(found: LaunchInfo | None, settings: RunSettings, processes: in
 
 @contextmanager
 def launched_machines(keys: Path | None) -> Iterator[Machines | None]:
-    """The machines of the launcher's job, in its first process; None in the others, which start what the first one orders until it
-    is over."""
+    """The machines of the launcher's job, in its first process; None in the others, which start processes for the first one until
+    it ends."""
     place = find_launcher(os.environ)
     assert place is not None
     if keys is None and not place.one_host:
@@ -81,7 +81,7 @@ def launched_machines(keys: Path | None) -> Iterator[Machines | None]:
 
 
 def check_machines(machines: Machines, settings: RunSettings, policy: FaultPolicy) -> None:
-    """Refuse what processes on several machines cannot do."""
+    """Refuse options that processes on several machines do not support."""
     if not machines.several:
         return
     if policy.keys is None:

@@ -64,14 +64,14 @@ class _Interruption:
     """
 
     def __init__(self) -> None:
-        self._heard = -math.inf
+        self._interrupted_at = -math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_name in ("__del__", "_remove"):  # Python ignores what is raised in there
             threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
             return
-        if time.monotonic() - self._heard > 10.0:
-            self._heard = time.monotonic()
+        if time.monotonic() - self._interrupted_at > 10.0:
+            self._interrupted_at = time.monotonic()
             raise KeyboardInterrupt
 
 

@@ -78,7 +78,7 @@ def option(name: str, value: Any = None) -> str:
 
 
 def arguments(settings: RunSettings) -> list[str]:
-    """What to write after ``hocket train`` for these settings.
+    """The arguments of ``hocket train`` that give these settings.
 
     >>> arguments(RunSettings.of(strategy="local(4)", workers=2, virtual=True))[:5]
     ['--strategy', 'local(4) + allreduce', '--workers', '2', '--virtual']

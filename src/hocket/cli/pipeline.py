@@ -29,8 +29,8 @@ def show(
     stages_per_rank: Annotated[
         int | None, typer.Option(help="Stages on each process (default: 2 for interleaved, 1 for others).")
     ] = None,
-    backward: Annotated[float, typer.Option(help="What a backward costs; a forward costs 1.")] = 2.0,
-    transfer: Annotated[float, typer.Option(help="What it costs to send something on; a forward costs 1.")] = 0.0,
+    backward: Annotated[float, typer.Option(help="The cost of a backward pass; a forward pass costs 1.")] = 2.0,
+    transfer: Annotated[float, typer.Option(help="The cost of a transfer to the next process; a forward pass costs 1.")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="Also draw it as a picture: a .png or .svg file.")] = None,
 ) -> None:
     """Draw a schedule: rows are processes, columns are time, dots are idle."""

@@ -23,17 +23,17 @@ from hocket.transport.tunnel import Tunnel
 
 
 def command(
-    model: Annotated[str, typer.Option(help="Whose steps are timed: mlp, cnn, gpt:10m, … or module:factory.")] = "cnn",
-    data: Annotated[str | None, typer.Option(help="The data set that the model is for (default: made up).")] = None,
+    model: Annotated[str, typer.Option(help="The model whose steps are timed: mlp, cnn, gpt:10m, … or module:factory.")] = "cnn",
+    data: Annotated[str | None, typer.Option(help="The data set that the model is for (default: random samples).")] = None,
     batch_size: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
     optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "momentum",
     code: Annotated[
-        list[str] | None, typer.Option(help="Time this code, such as 'topk(0.01)' (default: one of each kind).")
+        list[str] | None, typer.Option(help="A compression to time, such as 'topk(0.01)' (default: one of each kind).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
-    servers: Annotated[bool, typer.Option(help="Of several workers, also what handling a push costs at a server.")] = True,
-    limit_s: Annotated[float, typer.Option(help="Seconds that it may take, about.")] = LIMIT_S,
-    keys: Annotated[Path | None, typer.Option(help="Of several machines: keys made by `hocket keys`.")] = None,
+    servers: Annotated[bool, typer.Option(help="With several workers, also measure how long a server takes for a push.")] = True,
+    limit_s: Annotated[float, typer.Option(help="About how many seconds the probe takes.")] = LIMIT_S,
+    keys: Annotated[Path | None, typer.Option(help="On several machines: keys made by `hocket keys`.")] = None,
     out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
 ) -> None:
     """Measure compute, codes and links into a cluster file; under torchrun, mpirun or srun those of a cluster."""

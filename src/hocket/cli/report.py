@@ -11,13 +11,13 @@ from rich.text import Text
 
 
 def command(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Runs, studies, or folders that hold such.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs or studies, or folders that contain them.")],
     out: Annotated[Path | None, typer.Option(help="Where to write (by default DIR, or ./report for several).")] = None,
     title: Annotated[str | None, typer.Option(help="The page's title (by default the study's).")] = None,
     png: Annotated[bool, typer.Option("--png/--no-png", help="Charts as PNG files too.")] = True,
-    cluster: Annotated[str | None, typer.Option(help="Also predict for it: a preset or a file; takes some seconds.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Also predict the runs on this cluster, a preset or a file.")] = None,
 ) -> None:
-    """Build the page, the tables and the charts of finished runs, and say what they show."""
+    """Build the page, the tables and the charts of finished runs, and print the conclusions."""
     from hocket.report import build
     from hocket.report.answers import basis
 

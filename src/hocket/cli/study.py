@@ -47,18 +47,20 @@ SHARED = (
 def command(
     what: Annotated[str, typer.Argument(metavar="PRESET|FILE", help=f"{_LIST}; or a TOML file of your own.")],
     *,
-    workers: Annotated[str | None, typer.Option("--workers", "-n", help="Such as 16,32,60,210 (default: 4).")] = None,
+    workers: Annotated[
+        str | None, typer.Option("--workers", "-n", help="Numbers of workers, such as 16,32,60,210 (default: 4).")
+    ] = None,
     virtual: Annotated[
         bool | None, typer.Option("--virtual/--real", help="Virtual workers in this process, or real ones (default: virtual).")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2: each strategy is run with each (default: 0).")] = None,
-    lr: Annotated[str | None, typer.Option(help="A rate for all, or auto: a short search per strategy.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2: each strategy is run with each (default: 0).")] = None,
+    lr: Annotated[str | None, typer.Option(help="A learning rate for all, or auto: a short search per strategy.")] = None,
     outer: Annotated[str | None, typer.Option(help="auto: a short search for rate and momentum of outer optimisers.")] = None,
     within: Annotated[
-        float | None, typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5).")
+        float | None, typer.Option(help="Points of accuracy that may be lost to send fewer bytes (default: 1; frontier: 0.5).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
-    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="The folder of the data sets.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the study (default: study-NAME).")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed before.")] = False,
     launcher: Annotated[str | None, typer.Option(help=f"{RAY}: trainings side by side on a Ray cluster that runs already.")] = None,
@@ -96,7 +98,7 @@ def command(
 
 @dataclass
 class Machine:
-    """What runs the runs: a device, and data sets that are loaded once."""
+    """Trains the runs of a study on one device; each data set is loaded once."""
 
     device: torch.device
     data: Data
@@ -121,10 +123,10 @@ class Machine:
 
 
 def perform(study: Study, place: Path, machine: Machine, retry: bool = False, then: str = "the same command goes on") -> Study:
-    """Carry a study out in a folder, shown as it goes; says so when it is stopped."""
+    """Carry a study out in a folder and show its progress; an interruption says how to resume it."""
     check(study, machine.data)
     if machine.device.type == "cpu":
-        torch.set_num_threads(1)  # equal bits whatever the machine, and the cores are the workers'
+        torch.set_num_threads(1)  # one thread: equal bits on every machine, and the cores are free for the workers
     folder = Folder(place)
     with interruptible(), folder.taken() as machine.lock:
         try:

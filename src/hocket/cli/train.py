@@ -48,7 +48,7 @@ from hocket.transport.tunnel import Tunnel
 def command(
     *,
     processes: Annotated[int | None, typer.Option(help="Real processes, if fewer than workers (each then hosts several).")] = None,
-    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="The folder of the data sets.")] = None,
     on_bad_shard: Annotated[str | None, typer.Option(help="A damaged shard of --data shards:…: stop, or skip and count.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
@@ -75,7 +75,7 @@ def command(
         Path | None, typer.Option(help="Servers, gossip, sandblaster: folder for all events, for python -m hocket.drivers.replay.")
     ] = None,
     log: Annotated[
-        list[str] | None, typer.Option(help="Figures also to tensorboard, wandb, mlflow or jsonl (with :PLACE).")
+        list[str] | None, typer.Option(help="Also write figures to tensorboard, wandb, mlflow or jsonl (with :PLACE).")
     ] = None,
     **given: Any,
 ) -> None:
@@ -128,7 +128,7 @@ class Start:
     log: list[str] = field(default_factory=list)
 
     def check(self, settings: RunSettings) -> None:
-        """Refuse what cannot be, before anything is started."""
+        """Refuse options that contradict each other, before any process is started."""
         if self.explain and settings.split is None:
             raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
         check_loggers(self.log, os.environ.get("WANDB_MODE"))
@@ -138,13 +138,13 @@ class Start:
             raise HocketError(f"--log {self.log[0]} with --elastic follows the run's metrics.jsonl; add --out FOLDER.")
 
     def loggers(self, settings: RunSettings, here: bool = True) -> Loggers:
-        """Those that were asked for; none in processes that do not record the run."""
+        """The loggers of ``--log``; none in processes that do not record the run."""
         folder = Path(".") if self.out is None else self.out
         return open_loggers(self.log if here else [], settings.recorded(), folder, os.environ.get("WANDB_MODE"))
 
 
 def _train_by_runtime(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
-    """As strategy and optimiser ask for it: by Sandblaster, by messages, or together."""
+    """Train by Sandblaster, by messages or by collectives, as optimiser and strategy require."""
     strategy, virtual, by = settings.strategy, settings.workers.virtual, start.launcher
     if settings.optimizer.name == BATCH_OPTIMIZER:
         refused = policy if virtual else {name: value for name, value in policy.items() if name != "record"}
@@ -164,7 +164,7 @@ def _train_by_runtime(settings: RunSettings, start: Start, policy: dict[str, Any
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:
-    """The settings; workers that are not counted are the mesh's replicas, or as many as were launched."""
+    """The settings; the default number of workers is that of the mesh's replicas, or of launched processes."""
     if given["workers"] is None:
         given["workers"] = launched if given["mesh"] is None else Mesh.parse(given["mesh"]).data
     if given["lr"] is None:
@@ -186,7 +186,7 @@ def _train_on_batches(settings: RunSettings, start: Start, record: Path | None) 
 
 
 def _refuse_policy(what: str, policy: dict[str, Any]) -> None:
-    """What is for servers and pairs that this command starts means nothing elsewhere."""
+    """Refuse options of servers and gossip under strategies that start no such processes."""
     usual = vars(FaultPolicy())
     if named := [option(name) for name, value in policy.items() if value != usual[name]]:
         raise HocketError(f"{', '.join(named)}: {what} does not use it; leave it out (it is for processes that do not wait).")
@@ -329,7 +329,7 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
 
 
 def each(*functions: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """Calls all of them."""
+    """A function that calls all of these."""
 
     def called(metrics: dict[str, Any]) -> None:
         for function in functions:

@@ -1,6 +1,6 @@
 """A compressor: a mean of rows that sends fewer bytes.
 
-A compressor receives rows and the channel (topology and cluster). It returns the mixed rows (``heard``) and each row as the other
+A compressor receives rows and the channel (topology and cluster). It returns the mixed rows (``mixed``) and each row as the other
 workers decode it (``sent``), so that error feedback can wrap any method. Most compressors are codecs: they encode rows as a message
 and decode it, and every channel can mix encoded rows. Low rank needs two means per exchange, so it overrides ``mean``.
 
@@ -11,7 +11,7 @@ rows) is an argument and a result.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from hocket.cluster.layout import Bucket
 from hocket.cluster.message import Message
 from hocket.compression.indices import put_sent, with_indices
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 from hocket.noise import fold, worker_keys
 from hocket.notation import write
 
@@ -55,10 +55,10 @@ class Context:
         return fold(self.seed, self.step, self.bucket, salt, -1)
 
 
-class Heard(NamedTuple):
+class Mixed(NamedTuple):
     """The result of a mean: the mixed rows, each row as other workers decode it, and the new state."""
 
-    heard: Tensor
+    mixed: Tensor
     sent: Tensor
     state: State
 
@@ -73,7 +73,7 @@ class MeanChannel(Protocol):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         """Plain mixing of rows (in place where possible)."""
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         """Mixing of coded rows; without ``wants_sent`` the rows as others decode them may be left out."""
 
 
@@ -99,12 +99,12 @@ class Compressor:
 
     @property
     def links(self) -> tuple[Compressor, ...]:
-        """The methods it is made of, in the order in which the notation chains them with ``|``."""
+        """The methods of which this one consists, in the order of the notation's ``|``."""
         return (self,)
 
     @property
     def methods(self) -> list[str]:
-        """Its names for a table of costs, from the exact to the general.
+        """The names under which a table of costs may have this method, the most specific first.
 
         >>> from hocket.compression import QSGD, Chain, TopK
         >>> Chain(TopK(0.01), QSGD(4)).methods
@@ -119,7 +119,7 @@ class Compressor:
         return None
 
     def with_precision(self, second: Compressor) -> Compressor | None:
-        """This method with ``second`` as the code of the values it sends, where it has a place for one."""
+        """This method with ``second`` as the codec of the values that it sends; None where it has no such values."""
         return None
 
     @property
@@ -145,7 +145,7 @@ class Compressor:
 
     @property
     def global_selection(self) -> bool:
-        """Whether it compares values of the whole model: then there is one bucket, and slices are interleaved."""
+        """Whether it compares values of the whole model; such methods use one bucket and interleaved slices."""
         return False
 
     def sends_per_value(self, exchanges: int) -> float | None:
@@ -179,12 +179,31 @@ class Compressor:
         return 1.0 if self.lossless else CONSENSUS_STEP
 
     @abstractmethod
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         """The mean of ``rows`` over ``channel``, compressed."""
 
     def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
-        """Rows as the channel codes them, as rows ``[rows, size]`` of what is exchanged."""
+        """Rows of the channel's codec as rows ``[rows, size]`` of the exchanged values."""
         return rows[:, :size]
+
+
+@dataclass(frozen=True)
+class MomentumCompressor(Compressor):
+    """A compressor of gradients that accumulates their momentum itself."""
+
+    carries_momentum: ClassVar[bool] = True
+    precision: Precision | None = field(default=None, kw_only=True)
+
+    @property
+    def links(self) -> tuple[Compressor, ...]:
+        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
+
+    def with_precision(self, second: Compressor) -> Compressor | None:
+        return replace(self, precision=second) if isinstance(second, Precision) else None
+
+    @property
+    def for_gradients_only(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -208,7 +227,7 @@ class Codec(Compressor):
         """The codec for the second phase of an all-reduce: it encodes a mean of rows that this codec encoded in the first."""
         return self
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         return channel.coded(self, rows, state, context)
 
 
@@ -226,7 +245,7 @@ class Precision(Codec):
 
 
 class Selected(NamedTuple):
-    """Some values of each row: their indices, sorted, and themselves, both padded to one width with zeros."""
+    """The selected values of each row and their sorted indices, both padded with zeros to one width."""
 
     indices: Tensor
     """int64 ``[rows, width]``"""
@@ -282,7 +301,7 @@ def peaks(rows: Tensor) -> Tensor:
 
 def check_density(value: float, name: str) -> None:
     """Refuse a density outside (0, 1]."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")
 
 

@@ -20,7 +20,7 @@ from hocket.cluster.message import Message
 from hocket.compression.base import Context, Precision, State, check_feedback
 from hocket.compression.bitpack import pack, packed_size_padded, unpack
 from hocket.compression.kernels import block_kernels
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Bins(Precision):
     paper: ClassVar[str] = "Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 4:
+        if not is_whole(self.bits, 2, 4):
             raise HocketError(f"bins({self.bits!r}): bits must be 2, 3 or 4 (for one bit use sign, for more qsgd or cast).")
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
+        if not is_whole(self.block, 8):
             raise HocketError(f"bins(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
         check_feedback(self.feedback, "bins")
 

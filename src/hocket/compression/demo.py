@@ -9,7 +9,7 @@ zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, flag
+from hocket.compression.base import Codec, Context, MeanChannel, Mixed, MomentumCompressor, State, flag
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number, is_whole
 from hocket.notation import Ratio
 
 SIDE = 64
@@ -31,7 +31,7 @@ _LEAST = 32
 
 @dataclass(frozen=True)
 class _Fastest(TopK):
-    """The largest values of each chunk and, of the mean of all workers', as many as these have sent."""
+    """The largest values of each chunk; of the mean, which the second phase sends, up to ``of_all`` values."""
 
     of_all: int = CHUNK
 
@@ -41,48 +41,35 @@ class _Fastest(TopK):
 
 
 @dataclass(frozen=True)
-class DeMo(Compressor):
+class DeMo(MomentumCompressor):
     """``demo(k=32, decay=0.999, sign=True)``: the ``k`` largest frequencies of each chunk of the momentum."""
 
     k: int = 32
     decay: float = 0.999
     sign: bool = True
     """Whether workers receive signs of the mean; otherwise the mean itself."""
-    precision: Precision | None = None
     name: ClassVar[str] = "demo"
-    carries_momentum: ClassVar[bool] = True
     sums: ClassVar[tuple[str, ...]] = ("momentum",)
     paper: ClassVar[str] = "Peng et al., DeMo: Decoupled Momentum Optimization, 2024"
 
     def __post_init__(self) -> None:
         flag(self.sign, "demo", "sign")
-        if not isinstance(self.k, int) or isinstance(self.k, bool) or not 1 <= self.k <= CHUNK:
+        if not is_whole(self.k, 1, CHUNK):
             raise HocketError(f"demo(k={self.k!r}): k is how many values of a chunk of 4,096 are sent, from 1 to 4,096.")
-        if not isinstance(self.decay, (int, float)) or isinstance(self.decay, bool) or not 0 <= self.decay < 1:
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
             raise HocketError(f"demo(decay={self.decay!r}): the momentum's decay must lie in [0, 1), such as 0.999.")
 
     @property
     def gives_signs(self) -> bool:
         return self.sign
 
-    @property
-    def links(self) -> tuple[Compressor, ...]:
-        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
-
-    def with_precision(self, second: Compressor) -> Compressor | None:
-        return replace(self, precision=second) if isinstance(second, Precision) else None
-
-    @property
-    def for_gradients_only(self) -> bool:
-        return True
-
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         m = rows if "momentum" not in state else state["momentum"] * self.decay + rows
         top = _Fastest(Ratio(self.k, CHUNK), of_all=min(CHUNK, self.k * context.world))
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
-        heard, sent, inner = channel.coded(codec, transformed(m, context), state.get("inner", {}), context)
-        mixed, own = (restored(values, rows.shape[1], context) for values in (heard, sent))
-        return Heard(mixed.sign() if self.sign else mixed, own, {"momentum": m - own, "inner": inner})
+        mixed, sent, inner = channel.coded(codec, transformed(m, context), state.get("inner", {}), context)
+        mixed, own = (restored(values, rows.shape[1], context) for values in (mixed, sent))
+        return Mixed(mixed.sign() if self.sign else mixed, own, {"momentum": m - own, "inner": inner})
 
     def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
         return restored(rows, size, context)

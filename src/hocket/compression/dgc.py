@@ -9,32 +9,30 @@ and 0.39 % to its final value. This method applies the momentum, so the optimise
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, check_density, check_indices
+from hocket.compression.base import Codec, Context, MeanChannel, Mixed, MomentumCompressor, State, check_density, check_indices
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number, is_whole
 
 _STAGES = 4
 
 
 @dataclass(frozen=True)
-class DGC(Compressor):
+class DGC(MomentumCompressor):
     """``dgc(density, warmup=0, momentum=0.9, clip=None)``; ``indices=rice`` sends the indices in Rice's code."""
 
     density: float = 0.001
     warmup: int = 0
     momentum: float = 0.9
     clip: float | None = None
-    precision: Precision | None = None
     indices: str | None = None
     name: ClassVar[str] = "dgc"
-    carries_momentum: ClassVar[bool] = True
     sums: ClassVar[tuple[str, ...]] = ("v", "u")
     paper: ClassVar[str] = (
         "Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018"
@@ -43,28 +41,15 @@ class DGC(Compressor):
     def __post_init__(self) -> None:
         check_density(self.density, "dgc")
         check_indices(self.indices, "dgc")
-        if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
+        if not is_whole(self.warmup, 0):
             raise HocketError(f"dgc(warmup={self.warmup!r}): the warm-up is a whole number of exchanges, 0 for none.")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise HocketError(f"dgc(momentum={self.momentum!r}): the momentum must lie in [0, 1), such as 0.9.")
-        if self.clip is not None and (
-            not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool) or not 0 < self.clip < math.inf
-        ):
+        if self.clip is not None and (not is_number(self.clip) or not 0 < self.clip < math.inf):
             raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
 
     @property
-    def links(self) -> tuple[Compressor, ...]:
-        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
-
-    def with_precision(self, second: Compressor) -> Compressor | None:
-        return replace(self, precision=second) if isinstance(second, Precision) else None
-
-    @property
     def global_selection(self) -> bool:
-        return True
-
-    @property
-    def for_gradients_only(self) -> bool:
         return True
 
     def density_at(self, exchange: int) -> float:
@@ -81,18 +66,14 @@ class DGC(Compressor):
         warm = min(self.warmup, exchanges)
         return sum(map(self.density_at, range(warm))) + self.density * (exchanges - warm)
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
         u = gradient if "u" not in state else state["u"] * self.momentum + gradient
         v = u.clone() if "v" not in state else state["v"] + u
         top = TopK(self.density_at(context.exchange), indices=self.indices)
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
-        heard, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
-        return Heard(heard, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        mixed, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
+        return Mixed(mixed, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
 
 
 def _clipped(rows: Tensor, norm: float) -> Tensor:

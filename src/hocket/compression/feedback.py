@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from hocket.compression.base import Compressor, Context, Heard, MeanChannel, State
+from hocket.compression.base import Compressor, Context, MeanChannel, Mixed, State
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def with_feedback(
     return result, wanted - sent
 
 
-def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
     """The compressor's mean of ``rows``, with error feedback where the compressor uses it."""
     if not compressor.uses_error_feedback:
         if compressor.codec is None:
@@ -58,13 +58,13 @@ def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChanne
 
     if compressor.sends_differences:
         own, common = state.get("own", 0.0), state.get("common", 0.0)
-        heard, sent, inner = compressor.mean(rows - own, channel, state.get("inner", {}), context)
-        own, common = own + sent, common + heard
-        return Heard(common, own, {"own": own, "common": common, "inner": inner})
+        mixed, sent, inner = compressor.mean(rows - own, channel, state.get("inner", {}), context)
+        own, common = own + sent, common + mixed
+        return Mixed(common, own, {"own": own, "common": common, "inner": inner})
 
-    def send(wanted: Tensor) -> tuple[Heard, Tensor]:
+    def send(wanted: Tensor) -> tuple[Mixed, Tensor]:
         found = compressor.mean(wanted, channel, state.get("inner", {}), context)
         return found, found.sent
 
-    (heard, sent, inner), error = with_feedback(rows, state.get("error"), compressor.feedback_decay, send)
-    return Heard(heard, sent, {"error": error, "inner": inner})
+    (mixed, sent, inner), error = with_feedback(rows, state.get("error"), compressor.feedback_decay, send)
+    return Mixed(mixed, sent, {"error": error, "inner": inner})

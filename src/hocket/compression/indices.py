@@ -96,7 +96,7 @@ def put(indices: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def rice_bits(counts: Tensor, size: int) -> Tensor:
-    """The best ``k`` for so many of ``size`` places: ``⌊log2(0.963 · size/count)⌋`` (Kiely 2004), in whole numbers alone.
+    """The best ``k`` for this many indices below ``size``: ``⌊log2(0.963 · size/count)⌋`` (Kiely 2004), in whole numbers alone.
 
     >>> rice_bits(torch.tensor([0, 1, 64, 3000]), 4096).tolist()
     [0, 11, 5, 0]

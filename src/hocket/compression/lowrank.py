@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message, there
-from hocket.compression.base import CONSENSUS_STEP, Codec, Context, Heard, MeanChannel, State, check_feedback
-from hocket.errors import HocketError
+from hocket.compression.base import CONSENSUS_STEP, Codec, Context, MeanChannel, Mixed, State, check_feedback
+from hocket.errors import HocketError, is_whole
 from hocket.noise import fold, uniform
 
 
@@ -42,7 +42,7 @@ class LowRank(Codec):
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.matrix_rank, int) or isinstance(self.matrix_rank, bool) or self.matrix_rank < 1:
+        if not is_whole(self.matrix_rank):
             raise HocketError(f"lowrank({self.matrix_rank!r}): the matrix rank must be a whole number of at least 1, such as 2.")
         check_feedback(self.feedback, "lowrank")
 
@@ -78,7 +78,7 @@ class LowRank(Codec):
             offset += count
         return pieces
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         if not channel.uniform:
             return channel.coded(self, rows, state, context)
         pieces = self.pieces(rows.shape[1], context)
@@ -96,17 +96,17 @@ class LowRank(Codec):
         if thin:
             second = channel.mean(torch.cat([q.flatten(1) for q in q_own], 1), context)
             q_mean, _ = _cut(second, [(p.width, self.matrix_rank) for p in thin])
-        heard, sent = torch.empty_like(rows), torch.empty_like(rows)
+        mixed, sent = torch.empty_like(rows), torch.empty_like(rows)
         for piece, p, own, common in zip(thin, ps_mean, q_own, q_mean, strict=True):
-            _fill(heard, piece, p, common)
+            _fill(mixed, piece, p, common)
             _fill(sent, piece, p, own)
         start = 0
         for piece in plain:
             span = slice(piece.offset, piece.offset + piece.size)
-            heard[:, span] = rest[:, start : start + piece.size]
+            mixed[:, span] = rest[:, start : start + piece.size]
             sent[:, span] = rows[:, span]
             start += piece.size
-        return Heard(heard, sent, {f"q{k}": q for k, q in enumerate(q_mean)})
+        return Mixed(mixed, sent, {f"q{k}": q for k, q in enumerate(q_mean)})
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         pieces = self.pieces(rows.shape[1], context)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hocket.compression.base import Compressor, Context, Heard, MeanChannel, State
+from hocket.compression.base import Compressor, Context, MeanChannel, Mixed, State
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ class NoCompression(Compressor):
     def lossless(self) -> bool:
         return True
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
-        return Heard(channel.mean(rows, context), rows, state)
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
+        return Mixed(channel.mean(rows, context), rows, state)

@@ -19,7 +19,7 @@ from hocket.compression.base import Context, Precision, State
 from hocket.compression.bitpack import pack, packed_size_padded, unpack
 from hocket.compression.kernels import block_kernels
 from hocket.compression.tiles import decode_tiles, encode_tiles, times_blocks
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.noise import uniform
 
 
@@ -34,9 +34,9 @@ class QSGD(Precision):
     paper: ClassVar[str] = "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+        if not is_whole(self.bits, 2, 8):
             raise HocketError(f"qsgd({self.bits!r}): bits must be a whole number from 2 to 8 (for one bit use sign).")
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
+        if not is_whole(self.block, 8):
             raise HocketError(f"qsgd(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:

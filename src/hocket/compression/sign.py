@@ -21,7 +21,7 @@ from hocket.compression.base import Context, Precision, State, check_feedback, f
 from hocket.compression.bitpack import pack, unpack
 from hocket.compression.kernels import block_kernels
 from hocket.compression.tiles import decode_tiles, encode_tiles, times_blocks
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.noise import bits
 
 
@@ -42,7 +42,7 @@ class Sign(Precision):
             raise HocketError(
                 "sign(vote=True, feedback=ef21): EF21 adds up means, but a vote is not a mean; leave one of the two out."
             )
-        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
+        if not is_whole(self.block, 8):
             raise HocketError(f"sign(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 
     @property

@@ -27,7 +27,7 @@ from hocket.compression.base import (
 )
 from hocket.compression.indices import ones
 from hocket.compression.kernels import select_kernels
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 
 STATIC_KEEPS = 0.05
 """The share of values that a static threshold is assumed to send where the values are not known, as in the source study."""
@@ -49,7 +49,7 @@ class Threshold(Selection):
             raise HocketError("threshold needs exactly one of t and keep: threshold(0.01) or threshold(keep=0.05).")
         if self.keep is not None:
             check_density(self.keep, "threshold")
-        elif not isinstance(self.t, (int, float)) or isinstance(self.t, bool) or not 0 <= self.t < float("inf"):
+        elif not is_number(self.t) or not 0 <= self.t < float("inf"):
             raise HocketError(f"threshold({self.t!r}): t must be a finite number of at least 0, such as 0.01.")
         check_feedback(self.feedback, "threshold")
         check_indices(self.indices, "threshold")

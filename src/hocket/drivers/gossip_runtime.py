@@ -30,7 +30,7 @@ Rendezvous = Callable[[str], Sequence[str | None]]
 
 
 class CoordinatorLink:
-    """That of worker ``worker`` to the coordinator at ``address``; it belongs to the thread that trains."""
+    """The link of worker ``worker`` to the coordinator at ``address``; only the training thread uses it."""
 
     def __init__(self, address: str, job: bytes, worker: int, keys: Keys | None, most_bytes: int, incarnation: int = 0) -> None:
         self.program = CoordinatorClient(worker, incarnation)
@@ -38,23 +38,23 @@ class CoordinatorLink:
         self.driver = SocketDriver(self.program, callers={COORDINATOR: caller})
 
     def join(self, address: str) -> list[str | None]:
-        """Tell where this worker listens; all workers' addresses, None where a worker has died already."""
+        """Send this worker's address; returns all workers' addresses, None for a worker that has died already."""
         self.driver.call(self.program.join, address)
         return self.program.worker_addresses
 
     def begin(self, account: Account, over: bool) -> None:
-        """This worker trains; ``account`` goes along with requests. ``over``: the others have ended, and it takes no mini-batch."""
+        """Training begins; requests carry ``account``. ``over``: the others have ended, so request no mini-batch."""
         self.program.account, self.program.over = account, over
 
     def next_batch(self) -> int | None:
-        """The number of the next mini-batch; None when there is none left. With that the one before is done."""
+        """The number of the next mini-batch, None when there is none left; reports the one before as done."""
         self.driver.call(self.program.take_batch)
         number, effects = self.program.next_batch(self.driver.clock())
         self.driver.carry_out(effects)
         return number
 
     def deliver(self, mean: Mean, ledger: dict[str, Any]) -> None:
-        """Tell the final mean and this worker's final figures."""
+        """Send the final mean and this worker's final figures."""
         self.driver.call(self.program.deliver, mean, ledger=ledger)
 
     def close(self, linger_s: float = 1.0) -> None:
@@ -62,9 +62,9 @@ class CoordinatorLink:
 
 
 class GossipRuntime(WorkerRuntime):
-    """The worker that ``config`` says; ``record``: a file for all that happens to it.
+    """The worker that ``config`` describes; ``record``: a file for its events.
 
-    Mini-batches come from the ``coordinator``, if there is one; it also tells where the others are, and is told the final mean.
+    Mini-batches come from the ``coordinator``, if there is one; it also sends the others' addresses, and receives the final mean.
     """
 
     program: GossipPeer
@@ -136,7 +136,7 @@ class GossipRuntime(WorkerRuntime):
 
     @property
     def mean(self) -> Mean | None:
-        """What all workers have agreed on, after :meth:`finish`."""
+        """The final mean that all workers have agreed on, after :meth:`finish`."""
         return self.program.mean
 
     @property
@@ -146,7 +146,7 @@ class GossipRuntime(WorkerRuntime):
             return dict(self.program.rejected + self.program.transport_rejected())
 
     def before_update(self, gradients: Sequence[Tensor] = ()) -> None:
-        """Gradients are there: wait for the exchange under way; the weights as they are by now come into the rows."""
+        """Gradients are computed: wait for the exchange under way, and write the current weights into the rows."""
         self._call(self.program.before_update)
 
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
@@ -158,11 +158,11 @@ class GossipRuntime(WorkerRuntime):
         return self.record_batch(self._coordinator.next_batch())
 
     def flush(self) -> None:
-        """As :meth:`finish`: without servers there is nobody else to leave updates with."""
+        """The same as :meth:`finish`, since there are no servers to push updates to."""
         self.finish()
 
     def finish(self) -> Tensor | None:
-        """Agree with all live workers on the mean, which comes into the rows."""
+        """Agree with all live workers on the mean, and write it into the rows."""
         ended = self.program.state.ended
         if self.mean is None or not ended:
             self._call(self.program.finish)
@@ -186,7 +186,7 @@ class GossipRuntime(WorkerRuntime):
         self.close()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Close the links without a word; the others notice it by the silence."""
+        """Close the links without a GOODBYE; the others notice the silence."""
         self.attached = False
         gone = [peer for peer in self.program.peers if not self.program.reachable(peer)]
         self.driver.close(linger_s, gone)
@@ -224,7 +224,7 @@ class GossipRuntime(WorkerRuntime):
 
     def refresh(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """``staleness`` counts all gradients by how many contributions of others had arrived since their weights were read,
-        ``lost`` the exchanges that came to nothing."""
+        ``lost`` the exchanges that failed."""
         if self.attached:
             self._call(self.program.ask_accounts)
         elif self.mean is None:

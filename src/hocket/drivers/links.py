@@ -1,10 +1,11 @@
-"""The links of a described cluster, as those who send one by one see them.
+"""The links of a described cluster, for messages that are sent one at a time.
 
 Every node (a worker, a shard, a coordinator) has a link. What it sends leaves one message after another, and so does what reaches
-it: a server's link is shared by all its workers, and a host's by all of its. A message takes ``o + α + bytes/B`` (the cost of a
-message, the latency, its bytes at the link's rate), the bytes on both ends at once; on a link that is not full duplex the share
-``h`` of it keeps the other direction busy. A shard handles one message after another, also where the worker is on the same machine:
-a time for the message, and one for each byte that comes in or goes out; where the spec has neither, a worker's update.
+it: a server's link is shared by all its workers, and a host's link by the workers on that host. A message takes ``o + α +
+bytes/B`` (the cost of a message, the latency, its bytes at the link's rate), the bytes on both ends at once; on a link that is not
+full duplex the share ``h`` of it keeps the other direction busy. A shard handles one message after another, also where the worker
+is on the same machine: a time for the message, and one for each byte that comes in or goes out; where the spec has neither, a
+worker's update.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ class LinkModel:
         """Seconds that the shards on each link have worked."""
 
     def send(self, now: float, source: int, target: int, size: int) -> float:
-        """When ``size`` bytes that ``source`` sends now have reached ``target``."""
+        """The time at which ``size`` bytes that ``source`` sends now have reached ``target``."""
         spec = self.spec
         moving = size / (spec.bandwidth * spec.links)
         begun = max(now, self.out[source]) + spec.message_s
@@ -47,8 +48,8 @@ class LinkModel:
         return reached + moving
 
     def work(self, now: float, arrives: float, end: int, seconds: float) -> float:
-        """When a shard at ``end`` has handled for ``seconds`` what is sent ``now`` and ``arrives`` then: in the first gap that is
-        long enough, since what was sent before may arrive later."""
+        """The time at which a shard at ``end`` has handled, for ``seconds``, a message that is sent ``now`` and ``arrives`` then:
+        it uses the first long enough gap, since messages sent earlier may arrive later."""
         if not seconds:
             return arrives
         self.worked[end] += seconds
@@ -74,8 +75,8 @@ class LinkModel:
 class LinkNetwork:
     """The links as a network of a :class:`~hocket.drivers.simulation.Simulation`; ``ends`` says on which link each node is.
 
-    Nodes on the same link are on one machine: what they send each other need not travel. ``free``: nothing takes time (while
-    workers join). ``scale``: messages are thought to have so many times as many bytes as they have.
+    Nodes on the same link are on one machine: messages between them take no time on links. ``free``: nothing takes time (while
+    workers join). ``scale``: a factor on the bytes of every message.
     """
 
     def __init__(self, links: LinkModel, ends: Mapping[Key, int]) -> None:
@@ -89,7 +90,7 @@ class LinkNetwork:
         arrives = now
         if source[0] == "shard":
             links.work(now, now, self.ends[source], spec.server_byte_s * payload)
-            arrives += spec.server_byte_s * payload  # it answers at once; what comes next waits
+            arrives += spec.server_byte_s * payload  # the answer leaves at once; later messages wait
         if self.ends[source] != self.ends[target]:
             arrives = links.send(arrives, self.ends[source], self.ends[target], framed(payload))
         if target[0] == "shard":

@@ -46,7 +46,7 @@ class Location:
 
 
 def own_network() -> str:
-    """Equal on two processes that reach each other on loopback: they share a kernel, and on it a network."""
+    """An id that two processes share if and only if they reach each other on loopback: of the kernel and its network namespace."""
     network = ""
     with contextlib.suppress(OSError):  # not Linux
         network = os.readlink("/proc/self/ns/net")
@@ -123,7 +123,7 @@ def start_here(arguments: Sequence[str], environ: Mapping[str, str]) -> subproce
 
 
 class Agent:
-    """Processes by name; ``look`` tells what each has said and how it ended."""
+    """Starts and ends processes by name; ``look`` returns a process's output and exit code."""
 
     def __init__(self, address: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hocket-")
@@ -156,8 +156,8 @@ class Agent:
         self._processes[name].send_signal(number)
 
     def look(self, name: str) -> tuple[int | None, list[str]]:
-        """The exit code, if it has ended and all that it said is known, and the lines so far. A name that is not known is that of
-        a process which an agent before this one had started."""
+        """The exit code, once the process has ended and all its output was read, and the lines so far. An unknown name belongs to
+        a process of an earlier agent."""
         if name not in self._processes:
             return LOST, []
         code = self._processes[name].poll()
@@ -195,11 +195,11 @@ class RemoteProcess(ABC):
 
     @abstractmethod
     def tell(self, what: str, *arguments: Any) -> None:
-        """Call a method of the agent for this process; there is no answer."""
+        """Call a method of the agent for this process, without waiting for a result."""
 
     @abstractmethod
     def look(self) -> tuple[int | None, list[str]] | None:
-        """What :meth:`Agent.look` told last; None where nothing has come yet."""
+        """The latest result of :meth:`Agent.look`; None before the first one."""
 
     def poll(self) -> int | None:
         now = time.monotonic()
@@ -239,7 +239,7 @@ class RemoteInput:
         self._process.tell("write", text)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def close(self) -> None:
         if not self._closed and self._process.returncode is None:

@@ -1,4 +1,4 @@
-"""The supervisor of all processes that talk by messages: starts those of some roles, tells which have ended, ends all.
+"""The supervisor of all processes that talk by messages: starts processes by role, reports which have ended, ends all.
 
 Unlike torch's launcher it does not end all processes when one dies; the run that it serves decides. Whatever happens, also when
 this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), no process and no folder is left behind.
@@ -163,21 +163,21 @@ def how_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def error_told(process: Any) -> dict[str, str] | None:
-    """The error that a process told in a line of JSON before it ended: ``error``, and the ``kind`` of exception."""
+def reported_error(process: Any) -> dict[str, str] | None:
+    """The error that a process printed as a line of JSON before it ended: ``error``, and the ``kind`` of exception."""
     assert process.stdout is not None
     for line in process.stdout:
         try:
-            told = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(told, dict) and "error" in told:
-            return {"kind": "HocketError", **told}
+        if isinstance(record, dict) and "error" in record:
+            return {"kind": "HocketError", **record}
     return None
 
 
 def say(text: str) -> None:
-    """One line for the person who watches."""
+    """Print one line for the user."""
     print(f"hocket: {text}.", file=sys.stderr, flush=True)
 
 

@@ -114,13 +114,13 @@ class AgentActor:
         return self._agent.place
 
     def free_port(self) -> int:
-        """One that nobody has now."""
+        """A free port of the actor's machine."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
     def tell(self, what: str, *arguments: Any) -> None:
-        with suppress(KeyError):  # of a process that was lost with the actor before this one
+        with suppress(KeyError):  # of a process that an earlier actor had started
             getattr(self._agent, what)(*arguments)
 
     def look(self, name: str) -> tuple[int | None, list[str]]:
@@ -139,7 +139,7 @@ class RayMachines(Machines):
         self._ray, self._names = ray, itertools.count()
         self._group = _room(ray, workers, what, gpus)
         self._own = Location(own_network(), ray.util.get_node_ip_address(), "")
-        actor = ray.remote(max_restarts=-1, max_task_retries=-1)(AgentActor)  # what is asked of it meanwhile waits for the next one
+        actor = ray.remote(max_restarts=-1, max_task_retries=-1)(AgentActor)  # calls during the restart wait for the new actor
         self.actors = []
         for number in range(workers):
             where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
@@ -152,7 +152,7 @@ class RayMachines(Machines):
         super().__init__(ray.get([one.place.remote() for one in self.actors], timeout=_PLACE_S))
 
     def free_port(self) -> int:
-        """A port that nobody has now on the machine of the first place."""
+        """A free port on the machine of the first place."""
         return int(self._ray.get(self.actors[0].free_port.remote()))
 
     @property

@@ -1,4 +1,4 @@
-"""What a program was given, in order, as lines of JSON: enough to replay a real run with the same programs.
+"""The events of a program, in order, as lines of JSON: enough to replay a real run with the same programs.
 
 =========  ======================================================================================================================
 event      fields
@@ -68,13 +68,13 @@ class Recorder:
         self.write("message", **fields)
 
     def end(self, program: Program) -> None:
-        """The process has left, with its program in this state; what comes later is not recorded."""
+        """The process has left, with its program in this state; later events are not recorded."""
         if self._file is not None:
             self.write("end", digests=digests_of(program))
             self.close()
 
     def close(self) -> None:
-        """Without an end."""
+        """Close the file without an ``end`` event."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -106,7 +106,7 @@ def read_whole(path: Path) -> list[dict[str, Any]]:
 
 
 def checksum(message: Envelope) -> int:
-    """Of a message's metadata, without figures: the thread that trains may count meanwhile."""
+    """A checksum of a message's metadata without figures, which the training thread may change meanwhile."""
     return zlib.crc32(json.dumps({name: value for name, value in message.metadata.items() if name not in _FIGURES}).encode())
 
 

@@ -115,7 +115,7 @@ class ReplayLink:
         return number
 
     def record_batch(self, number: int | None = None) -> int | None:
-        """The number that was recorded."""
+        """The recorded number; ``number`` is not used."""
         found: int | None = self._until("batch")["id"]
         return found
 
@@ -135,7 +135,7 @@ class ReplayLink:
         self._call("leave")
 
     def close(self) -> None:
-        """Go through the events that are left."""
+        """Replay the remaining events."""
         for event in self._events:
             self._handle(event)
 
@@ -280,7 +280,7 @@ class _Replay:
         source = self.nodes[key].routes.get(sender) if isinstance(sender, int) else self.keys.get(sender)
         wanted = tuple(event[name] for name in ("kind", "worker", "place", "step", "number", "bytes", "check"))
         if "metadata" in event and (source is None or (event["kind"] == Kind.REFUSAL.name and event["worker"] < 0)):
-            numbers = {name: event[name] for name in ("place", "step", "number")}  # of no program
+            numbers = {name: event[name] for name in ("place", "step", "number")}  # sent by no recorded program
             return Envelope(Kind[event["kind"]], event["worker"], metadata=event["metadata"], **numbers)
         waiting = self.sent[source, key, isinstance(sender, str)]
         for place, message in enumerate(waiting):
@@ -359,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if key not in found:
             print(f"{name}: replayed as far as it was recorded; its process did not end by itself, so there is nothing to compare")
         else:
-            print(f"{name}: " + (f"other bits in {', '.join(found[key])}" if found[key] else "the same bits"))
+            print(f"{name}: " + (f"different bits in {', '.join(found[key])}" if found[key] else "the same bits"))
     return int(any(found.values()) or not found)
 
 

@@ -48,7 +48,7 @@ class Observer(SocketDriver):
         self.close(0)
 
     def statuses(self, timeout_s: float) -> dict[int, dict[str, Any] | None]:
-        """Where the job stands, as each shard that answers in time sees it."""
+        """The state of the job as reported by each shard that answers in time."""
         self.begin(self.program.ask_status)
         self.wait(lambda: len(self.program.statuses) == len(self.callers), timeout_s)
         return self.program.statuses
@@ -60,7 +60,7 @@ class Observer(SocketDriver):
 
 
 class ServerRuntime(WorkerRuntime):
-    """The worker that ``config`` says, on the shards at ``addresses``; ``record``: a file for all that happens to it."""
+    """The worker that ``config`` describes, on the shards at ``addresses``; ``record``: a file for its events."""
 
     program: ServerWorker
 
@@ -125,7 +125,7 @@ class ServerRuntime(WorkerRuntime):
         return self.record_batch(self.program.next_batch())
 
     def flush(self) -> None:
-        """Apply what was requested, and push what has not been pushed yet."""
+        """Apply the requested weights, and push the remaining sums."""
         self.driver.call(self.program.flush)
 
     def finish(self) -> Tensor | None:
@@ -141,7 +141,7 @@ class ServerRuntime(WorkerRuntime):
         self.close()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Close the links without a word; the shards notice it by the silence."""
+        """Close the links without a GOODBYE; the shards notice the silence."""
         self.attached = False
         self._heartbeats.stop()
         self.driver.close(linger_s)
@@ -216,7 +216,7 @@ class _Heartbeats:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more; the links are closed."""
+        """Stop sending, and close the links."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -227,14 +227,14 @@ class _Heartbeats:
 
     def _beat(self) -> None:
         while not self._stopped.wait(_BEAT_S):
-            told = doing(self.progress.describe())
+            activity = doing(self.progress.describe())
             for caller in self._callers:
-                caller.send(Envelope(Kind.BEAT, self._worker, metadata={"doing": told} if told else {}), 0.0)
-                caller.receive(0.0)  # whatever it is; nothing may lie there until the queue is full
+                caller.send(Envelope(Kind.BEAT, self._worker, metadata={"doing": activity} if activity else {}), 0.0)
+                caller.receive(0.0)  # read and dropped, so that the queue never fills up
 
 
 def _described(config: WorkerConfig) -> dict[str, Any]:
-    """What a replay needs to build the same worker."""
+    """The description from which a replay builds the same worker."""
     names = ("worker", "world", "seed", "liveness_timeout_s", "give_up_s", "total", "per_epoch", "replaces")
     plain = {name: getattr(config, name) for name in names}
     return {"strategy": str(config.strategy), "layout": config.layout.digest(), **plain}

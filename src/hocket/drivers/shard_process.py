@@ -1,6 +1,6 @@
 """A shard as a process of its own: ``python -m hocket.drivers.shard_process``.
 
-What it answers to which message is in :mod:`hocket.programs.server.shard_server`.
+How it answers each message is described in :mod:`hocket.programs.server.shard_server`.
 """
 
 import argparse
@@ -64,13 +64,13 @@ def start_serving(
 
 
 def check_snapshot(server: ShardServer, state: dict[str, Any]) -> None:
-    """Refuse a snapshot of another structure: a server that is thrown away tries it, and must hold what the snapshot holds."""
+    """Refuse a snapshot of another structure: a temporary server loads it, and must then have the same state."""
     # Not a copy of the server: its driver, which has threads and sockets, would be copied with it.
     tried = ShardServer(server.place, server.liveness_timeout_s, server.snapshot_s, server.stays)
     tried.start(0.0, copy.deepcopy(state))
     found = tried.state_dict()
     if (place := unlike(found, state) or unlike(state, found)) is not None:
-        raise ValueError(f"it is of another structure at '{place}'")
+        raise ValueError(f"its structure differs at '{place}'")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -74,7 +74,7 @@ class SocketDriver:
         self.run_until(self._idle)
 
     def begin(self, method: Callable[..., Effects], *arguments: Any, **named: Any) -> None:
-        """Call a method of the program with these arguments and the time, and carry out the effects; nobody waits."""
+        """Call a method of the program with these arguments and the time, and carry out the effects, without waiting."""
         with self.lock:
             now = self.clock()
             self.recorder.write("call", name=method.__name__, arguments=(*arguments, *named.values()), now=now)
@@ -127,7 +127,7 @@ class SocketDriver:
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while the program handles an event and the event is recorded."""
+        """A lock to hold while the program handles an event and the event is recorded."""
         return nullcontext()
 
     def _idle(self) -> bool:
@@ -164,7 +164,7 @@ class SocketDriver:
             timeout_s = 0.0
         # Handshakes also fail when a link is cut, so this counts only for a peer that has never answered.
         if peer not in self._answered and caller.shut_out():
-            raise HocketError(f"{self.program.describe_peer(peer)} does not let us in: use the keys of its job.")
+            raise HocketError(f"{self.program.describe_peer(peer)} rejects the keys of this process: use the keys of its job.")
 
     def _deliver(self, sender: Address, message: Envelope) -> None:
         with self.lock:
@@ -222,7 +222,7 @@ class SocketDriver:
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message lies there; a receive that finds none costs far more."""
+    """Whether a message is waiting; a receive that finds none costs far more."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 

@@ -1,4 +1,4 @@
-"""Servers as child processes: one tells its address, and ends when its input closes or whoever started it does."""
+"""Servers as child processes: each prints its address, and ends when its input closes or the process that started it ends."""
 
 import contextlib
 import ctypes
@@ -55,21 +55,21 @@ def start_shard(
 
 
 def address_of(child: subprocess.Popen[str]) -> str:
-    """Where a child listens; waits until it does."""
+    """The address at which a child listens; waits until it does."""
     assert child.stdout is not None
     line = child.stdout.readline()
     silent = "A server ended before it listened (exit code {}); its own output says why."
-    told = json.loads(line) if line else {"error": silent.format(child.wait())}
-    if "error" in told:
-        raise HocketError(told["error"])
-    return str(told["address"])
+    announced = json.loads(line) if line else {"error": silent.format(child.wait())}
+    if "error" in announced:
+        raise HocketError(announced["error"])
+    return str(announced["address"])
 
 
 # --- for a server's own process ----------------------------------------------------------------------------------------------
 
 
 def begin_child(ends_with_parent: bool = True) -> None:
-    """Set up a process that only serves: one thread; Ctrl-C is for whoever started it."""
+    """Set up a server process: one thread, and Ctrl-C is ignored, since the process that started it handles it."""
     if ends_with_parent:  # elsewhere than on Linux the closed pipe has to do
         end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -108,9 +108,9 @@ def given_job(default: bytes | None = None) -> bytes:
     return job_id(text) if text is not None else default or b""
 
 
-def announce(**told: Any) -> None:
-    """Tell whoever started this process the address, or an error: one line of JSON on standard output."""
-    print(json.dumps(told), flush=True)
+def announce(**fields: Any) -> None:
+    """Print one line of JSON for the process that started this one: the address, or an error."""
+    print(json.dumps(fields), flush=True)
 
 
 def input_closed() -> bool:

@@ -1,7 +1,7 @@
 """Processes of a supervised run on the machines of a launcher's job: each of its processes is an agent, the first one supervises.
 
 The supervisor and the agents talk through the store by which the processes of the job find each other: orders to an agent are
-numbered keys, and so are lines that a process has said. An agent whose counter stands still is taken for dead, and its processes
+numbered keys, and so are the lines that a process prints. An agent whose counter stands still is taken for dead, and its processes
 with it. An agent ends when the supervisor tells it to, or when the store is gone.
 
 Whoever can write into the store must not be able to start programs: orders name one of two modules, and are signed with a secret
@@ -53,14 +53,14 @@ class StoreAgent:
     def __init__(self, store: dist.Store, rank: int, towards: str, secret: bytes) -> None:
         self._store, self._rank, self._secret = store, rank, secret
         self.agent = Agent(address_towards(towards))
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._ended: set[str] = set()
         self._beat, self._next = 0.0, 0
         place = self.agent.place
         store.set(f"place/{rank}", json.dumps([place.network, place.address, place.folder]))
 
     def serve(self) -> None:
-        """Carry out orders until the supervisor says that it is over; no process is left behind."""
+        """Carry out orders until the supervisor ends the run; no process is left behind."""
         over = False
         try:
             while not over:
@@ -69,10 +69,10 @@ class StoreAgent:
             raise WorkerLost("The first process of the job has ended; see its own output.") from None
         finally:
             self.agent.shutdown()
-        self._store.set(f"over/{self._rank}", "")  # the first process keeps the store until all have read that it is over
+        self._store.set(f"over/{self._rank}", "")  # the first process keeps the store until all have read that the run is over
 
     def turn(self, wait_s: float) -> bool:
-        """Tell news, and carry out the orders that have come; whether the supervisor has said that it is over."""
+        """Report output and exit codes, and carry out new orders; returns whether the supervisor has ended the run."""
         self._tell_news()
         key = f"order/{self._rank}/{self._next}"
         if not self._store.check([key]):
@@ -111,9 +111,9 @@ class StoreAgent:
             if name in self._ended:
                 continue
             code, lines = self.agent.look(name)
-            for number in range(self._told[name], len(lines)):
+            for number in range(self._reported[name], len(lines)):
                 self._store.set(f"line/{name}/{number}", lines[number])
-            self._told[name] = len(lines)
+            self._reported[name] = len(lines)
             if code is not None:
                 self._ended.add(name)
                 self._store.set(f"ended/{name}", str(code))
@@ -130,8 +130,8 @@ class StoreMachines(Machines):
         self._orders: Counter[int] = Counter()
         self._names = itertools.count()
         self._beats: dict[int, tuple[int, float, float]] = {}
-        told = [own.place if rank == 0 else _place(store, rank) for rank in range(processes)]
-        super().__init__(told)
+        places = [own.place if rank == 0 else _place(store, rank) for rank in range(processes)]
+        super().__init__(places)
 
     def start(self, place: int, arguments: Sequence[str], environ: Mapping[str, str]) -> RemoteProcess:
         name = f"{place}-{next(self._names)}"
@@ -145,7 +145,7 @@ class StoreMachines(Machines):
         self._orders[place] += 1
 
     def lives(self, place: int) -> bool:
-        """Whether the agent there has counted on lately."""
+        """Whether the agent of that place has raised its counter lately."""
         count, changed, looked = self._beats.get(place, (-1, time.monotonic(), 0.0))
         now = time.monotonic()
         if now - looked > _BEAT_S:
@@ -155,7 +155,7 @@ class StoreMachines(Machines):
         return now - changed < SILENCE_S
 
     def close(self) -> None:
-        """Tell all agents that it is over."""
+        """Tell all agents that the run is over."""
         self._own.shutdown()
         others = [place for place in range(1, len(self.places)) if self.lives(place)]
         with contextlib.suppress(RuntimeError, dist.DistError):
@@ -212,11 +212,11 @@ class StoreProcess(RemoteProcess):
         return None if self._machines.lives(self._place) else LOST, self._known
 
     def _code(self) -> int:
-        told = self._store.get(f"ended/{self._name}")
+        code = self._store.get(f"ended/{self._name}")
         with contextlib.suppress(ValueError):
-            return int(told)
+            return int(code)
         raise HocketError(
-            f"What the store says of process {self._name} is not an exit code; block the store's port for other users."
+            f"The store's entry for the exit code of process {self._name} is damaged; block the store's port for other users."
         )
 
 

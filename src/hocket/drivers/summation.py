@@ -42,7 +42,7 @@ def _bind(cluster: Cluster) -> str:
 
 
 class SummationClient(SocketDriver):
-    """One worker's side of it: called with its row, it makes it the mean of all, in place."""
+    """One worker's client of the servers: a call replaces the worker's row, in place, by the mean over all workers."""
 
     program: SummationWorker
 
@@ -76,7 +76,7 @@ class SummationClient(SocketDriver):
 
 
 class Summation:
-    """What one process needs: its own server in a thread, spare ones as children of the first processes, and its links."""
+    """What one process holds: a server in a thread, a spare one as a child of the first processes, and links to all servers."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class Summation:
         children = [self._children.process(_SUM, number) for number in range(count)]
         own += map(address_of, children)
         text = json.dumps(own).encode()
-        told = torch.zeros(1, 512, dtype=torch.uint8)
-        told[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.all_gather_metrics(told)]
+        padded = torch.zeros(1, 512, dtype=torch.uint8)
+        padded[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.all_gather_metrics(padded)]
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=QUEUE) for address in addresses]
         silence_s = cluster.liveness_timeout_s if cluster.has_process_group else SILENCE_S
@@ -144,10 +144,10 @@ def main(arguments: list[str] | None = None) -> None:
     """A spare machine that sums, until its input closes; HOCKET_JOB in the environment is the id of the job."""
     parser = argparse.ArgumentParser(prog="python -m hocket.drivers.summation", description="A spare machine that only sums.")
     parser.add_argument("--workers", required=True, type=int)
-    parser.add_argument("--bind", default="127.0.0.1", help="address to listen on; beyond this machine it wants --keys")
+    parser.add_argument("--bind", default="127.0.0.1", help="address to listen on; one that other machines reach needs --keys")
     parser.add_argument("--port", default=0, type=int)
     parser.add_argument("--keys", type=Path)
-    parser.add_argument("--stay", action="store_true", help="end when a worker says so, not when the input closes")
+    parser.add_argument("--stay", action="store_true", help="end when a worker says goodbye, not when standard input is closed")
     given = parser.parse_args(arguments)
     begin_child()
     keys = Keys.read(given.keys) if given.keys is not None else None

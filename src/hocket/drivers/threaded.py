@@ -85,7 +85,7 @@ class ThreadedDriver(SocketDriver):
     @property
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """An error of the service thread is known before the lock is free: the main thread may wait for it."""
+        """The program's lock; an error of the service thread is stored before its release: the main thread may wait for it."""
         with self._changed:
             try:
                 yield
@@ -95,7 +95,7 @@ class ThreadedDriver(SocketDriver):
                 raise
 
     def fail(self, error: BaseException) -> None:
-        """What was raised in the thread; the main thread raises it."""
+        """Keep an error that was raised in the thread; the main thread raises it."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
@@ -131,7 +131,7 @@ class ThreadedDriver(SocketDriver):
 
     @property
     def serving(self) -> bool:
-        """Whether this is the service thread."""
+        """Whether the caller is the service thread."""
         return threading.current_thread() is self._thread
 
     def _do_wanted(self) -> None:

@@ -22,7 +22,7 @@ REDIAL_S = 3.0
 
 
 class WorkerRuntime(ABC):
-    """Worker ``worker``; ``record``: a file for all that happens to its program."""
+    """Worker ``worker``; ``record``: a file for the events of its program."""
 
     driver: SocketDriver
     program: Any
@@ -37,7 +37,7 @@ class WorkerRuntime(ABC):
 
     @property
     def step(self) -> int:
-        """Steps done; with servers a worker that was away goes on with the others."""
+        """Steps done; with servers it jumps ahead where this worker was away."""
         return int(self.program.step)
 
     @property
@@ -50,7 +50,7 @@ class WorkerRuntime(ABC):
         """This step's gradients, flat, one per bucket (none where the program takes none); do not write to them any more."""
 
     def set_options(self, options: list[dict[str, Any]]) -> None:  # noqa: B027 - peers keep their optimisers
-        """What has changed of the optimiser's options beside the rates, per group, before the step is done; servers follow it."""
+        """The optimiser's changed options other than learning rates, per group, before the step is done; servers adopt them."""
 
     @abstractmethod
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
@@ -62,7 +62,7 @@ class WorkerRuntime(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Push what has not been pushed yet."""
+        """Push the remaining sums."""
 
     @abstractmethod
     def finish(self) -> Tensor | None:
@@ -73,7 +73,7 @@ class WorkerRuntime(ABC):
         """Say goodbye, and close the links."""
 
     def record_batch(self, number: int | None) -> int | None:
-        """The number of a mini-batch that this worker takes for its next step, into the recording if there is one."""
+        """Record the number of the mini-batch that this worker takes for its next step, if there is a recording."""
         with self.driver.lock:
             self._recorder.write("batch", id=number)
         return number
@@ -82,7 +82,7 @@ class WorkerRuntime(ABC):
 
     @abstractmethod
     def global_weights(self) -> tuple[list[Tensor], Tensor | None]:
-        """The weights ``[1, values]`` per bucket that all workers' training has by now, and mean buffers; one worker may ask."""
+        """The current global weights ``[1, values]`` per bucket, and mean buffers; one worker may ask alone."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class WorkerRuntime(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, before the first step of this job."""
+        """Resume from a :meth:`state_dict`, before the first step of this job."""
 
     def residuals(self) -> list[Tensor | None] | None:
         """What error feedback holds back of this worker's pushes, per bucket; None while steps wait to be pushed."""
@@ -117,7 +117,7 @@ class WorkerRuntime(ABC):
         return found
 
     def figures(self) -> dict[str, Any]:
-        """The same by now, as plain data."""
+        """This worker's current account, as plain data."""
         with self.driver.lock:
             return self.account.describe(self.driver.clock())
 
@@ -136,7 +136,7 @@ class WorkerRuntime(ABC):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time does not count: something is done beside the training."""
+        """Inside, time does not count as training."""
         if self.account.paused is not None:  # inside another pause, or after the end
             yield
             return

@@ -31,7 +31,7 @@ def load_weights(model: nn.Module, source: str) -> nn.Module:
             raise HocketError(f"{source} has no weights for this model ({first}); use the model that it was saved from.") from None
         return model
     found = _read(path)
-    if isinstance(model, CausalLM) and all(name.startswith("model.") for name in found):  # those of a run of ours
+    if isinstance(model, CausalLM) and all(name.startswith("model.") for name in found):  # written by a Hocket run
         own = model
     state = own.state_dict()
     odd = next((name for name in found if name not in state), None)
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """The same with adapters of ``rank`` on all linear layers but the head; only they are trained."""
+    """``model`` with adapters of ``rank`` on all linear layers but the head; only the adapters are trained."""
     if rank < 1:
         raise HocketError(f"LoRA's rank {rank} must be at least 1, such as 8.")
     if not isinstance(model, CausalLM):

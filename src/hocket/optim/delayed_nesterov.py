@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from hocket.optim.layers import RowOptimizer
 
 
-class DelayedNesterov(torch.optim.Optimizer):
+class DelayedNesterov(RowOptimizer):
     """Every ``delay``-th step ``m ← β·m + s/N`` with the sum ``s`` of the last N = ``delay`` gradients, and
     ``w ← w − lr·(β·m + g/N)``; otherwise ``w ← w − lr·g/N``. With ``delay=1`` it is Nesterov's method.
 
@@ -24,21 +27,16 @@ class DelayedNesterov(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, delay: int = 1) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            lr, momentum, delay = group["lr"], group["momentum"], int(group["delay"])
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"step": 0, "momentum_buffer": torch.zeros_like(p), "sum": torch.zeros_like(p)}
-                state["step"] += 1
-                state["sum"].add_(p.grad)
-                p.add_(p.grad, alpha=-lr / delay)
-                if state["step"] % delay == 0:
-                    state["momentum_buffer"].mul_(momentum).add_(state["sum"], alpha=1 / delay)
-                    p.add_(state["momentum_buffer"], alpha=-lr * momentum)
-                    state["sum"].zero_()
+    def _update(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        lr, momentum, delay = group["lr"], group["momentum"], int(group["delay"])
+        for p, gradient in pairs:
+            state = self.state[p]
+            if not state:
+                state |= {"step": 0, "momentum_buffer": torch.zeros_like(p), "sum": torch.zeros_like(p)}
+            state["step"] += 1
+            state["sum"].add_(gradient)
+            p.add_(gradient, alpha=-lr / delay)
+            if state["step"] % delay == 0:
+                state["momentum_buffer"].mul_(momentum).add_(state["sum"], alpha=1 / delay)
+                p.add_(state["momentum_buffer"], alpha=-lr * momentum)
+                state["sum"].zero_()

@@ -6,17 +6,16 @@ biases, which have fewer than two dimensions, take the ratio 1 and no decay: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from hocket.optim.layers import check_options, layer_groups, trust_ratio
+from hocket.optim.layers import RowOptimizer, check_options, layer_groups, trust_ratio
 
 
-class LAMB(Optimizer):
+class LAMB(RowOptimizer):
     """``LAMB(model, lr=0.003)``: Adam for large batches; a step changes each layer by the share ``lr`` of its norm.
 
     ``params`` is a model, its parameters or groups; of groups, ``layerwise=False`` says that a group has the plain rate.
@@ -25,9 +24,6 @@ class LAMB(Optimizer):
     >>> [(g["layerwise"], g["weight_decay"], len(g["params"])) for g in LAMB(net, weight_decay=0.01).param_groups]
     [(True, 0.01, 1), (False, 0.0, 3)]
     """
-
-    rows = False
-    """Whether parameters are those of several workers, one row each."""
 
     def __init__(
         self,
@@ -42,26 +38,20 @@ class LAMB(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(layer_groups(params, weight_decay), {**defaults, "layerwise": True})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                state["step"] += 1
-                step = state["step"].item()
-                first, second = state["exp_avg"].lerp_(p.grad, 1 - beta1), state["exp_avg_sq"]
-                second.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                spread = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-                update = (first / (1 - beta1**step)).div_(spread)
-                if group["weight_decay"]:
-                    update.add_(p, alpha=group["weight_decay"])
-                if group["layerwise"]:
-                    update.mul_(trust_ratio(p, update, self.rows))
-                p.add_(update, alpha=-group["lr"])
-        return loss
+    def _update(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        beta1, beta2 = group["betas"]
+        for p, gradient in pairs:
+            state = self.state[p]
+            if not state:
+                state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            state["step"] += 1
+            step = state["step"].item()
+            first, second = state["exp_avg"].lerp_(gradient, 1 - beta1), state["exp_avg_sq"]
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            spread = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+            update = (first / (1 - beta1**step)).div_(spread)
+            if group["weight_decay"]:
+                update.add_(p, alpha=group["weight_decay"])
+            if group["layerwise"]:
+                update.mul_(trust_ratio(p, update, self.rows))
+            p.add_(update, alpha=-group["lr"])

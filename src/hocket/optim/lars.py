@@ -8,17 +8,16 @@ velocity; the paper has it inside, which is the same while the rate does not cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from hocket.optim.layers import check_options, layer_groups, layer_norms
+from hocket.optim.layers import RowOptimizer, check_options, layer_groups, layer_norms
 
 
-class LARS(Optimizer):
+class LARS(RowOptimizer):
     """``LARS(model, lr=1.0)``: SGD with momentum whose steps are a fixed share of each layer's norm, for large batches.
 
     ``params`` is a model, its parameters or groups; of groups, ``layerwise=False`` says that a group has the plain rate. ``trust``
@@ -28,9 +27,6 @@ class LARS(Optimizer):
     >>> [(g["layerwise"], g["weight_decay"], len(g["params"])) for g in LARS(net, weight_decay=1e-4).param_groups]
     [(True, 0.0001, 1), (False, 0.0, 3)]
     """
-
-    rows = False
-    """Whether parameters are those of several workers, one row each."""
 
     def __init__(
         self,
@@ -46,18 +42,12 @@ class LARS(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "nesterov": nesterov}
         super().__init__(layer_groups(params, weight_decay), {**defaults, "layerwise": True})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                update = self._direction(group, p, p.grad)
-                velocity = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                velocity.mul_(group["momentum"]).add_(update)
-                p.add_(update.add(velocity, alpha=group["momentum"]) if group["nesterov"] else velocity, alpha=-group["lr"])
-        return loss
+    def _update(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for p, gradient in pairs:
+            update = self._direction(group, p, gradient)
+            velocity = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            velocity.mul_(group["momentum"]).add_(update)
+            p.add_(update.add(velocity, alpha=group["momentum"]) if group["nesterov"] else velocity, alpha=-group["lr"])
 
     def _direction(self, group: dict[str, Any], weights: Tensor, grad: Tensor) -> Tensor:
         decay = group["weight_decay"]

@@ -1,14 +1,36 @@
-"""What LARS and LAMB share: which parameters decay, and the norm of each layer, per worker where parameters are rows."""
+"""What Hocket's optimisers share: the step, which parameters decay, and the norm of each layer, per worker where they are rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hocket.errors import HocketError
+
+
+class RowOptimizer(Optimizer, ABC):
+    """Base of optimisers that step parameters of one model, or rows of several workers' parameters."""
+
+    rows = False
+    """Whether parameters are those of several workers, one row each."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            self._update(group, [(p, p.grad) for p in group["params"] if p.grad is not None])
+        return loss
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Update a group's parameters, each given with its gradient."""
 
 
 def decay_groups(params: nn.Module | Iterable[Any], weight_decay: float, **others: Any) -> list[dict[str, Any]]:

@@ -8,23 +8,22 @@ AdamW's, so that one rate suits both. ``torch.optim.Muon(adjust_lr_fn="match_rms
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from hocket.errors import HocketError
-from hocket.optim.layers import check_options
+from hocket.optim.layers import RowOptimizer, check_options
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
-class Muon(Optimizer):
+class Muon(RowOptimizer):
     """``Muon(model)`` is all that a training needs: hidden matrices get Muon, embeddings, heads and vectors AdamW.
 
     ``params`` is a model or its parameters. ``matrices`` says of each parameter, in the same order, how many matrices it holds one
@@ -35,9 +34,6 @@ class Muon(Optimizer):
     >>> [(group["matrices"], len(group["params"])) for group in Muon(net, lr=0.006, rest_lr=0.004).param_groups]
     [(1, 1), (0, 4)]
     """
-
-    rows = False
-    """Whether parameters are those of several workers, one row each."""
 
     def __init__(
         self,
@@ -66,24 +62,16 @@ class Muon(Optimizer):
             if p.dim() < 2:
                 raise HocketError(f"Muon: a parameter of shape {tuple(p.shape)} is no matrix; put it into a group with matrices=0.")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for group in self.param_groups:
-            used = [p for p in group["params"] if p.grad is not None]
-            if used:
-                self._muon(group, used) if group["matrices"] else self._adamw(group, used)
-        return loss
+    def _update(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        if pairs:
+            self._muon(group, pairs) if group["matrices"] else self._adamw(group, pairs)
 
-    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _muon(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
         alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p in params:
-            assert p.grad is not None
-            mean = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
-            mean.lerp_(p.grad, 1 - group["momentum"])
-            update = p.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        for p, gradient in pairs:
+            mean = self.state[p].setdefault("momentum_buffer", torch.zeros_like(gradient))
+            mean.lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
             count = group["matrices"] * (len(p) if self.rows else 1)
             several = update.reshape(count, p.shape[self.rows] // group["matrices"], -1)
             alike[several.shape[1:], p.device, p.dtype].append((p, several))
@@ -93,13 +81,13 @@ class Muon(Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(part.reshape(p.shape), alpha=-group["lr"] * 0.2 * sqrt(max(shape)))
 
-    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _adamw(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        params, grads = [p for p, _ in pairs], [gradient for _, gradient in pairs]
         for p in params:
             if not self.state[p]:
                 self.state[p] |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         first, second, steps = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step"))
         (beta1, beta2), own = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        grads = [p.grad for p in params if p.grad is not None]
         adamw(params, grads, first, second, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, maximize=False, **own)
 
 

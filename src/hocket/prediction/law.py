@@ -81,7 +81,7 @@ class Law:
             value, seen = getattr(asked, name), {getattr(t, name) for t in self.trainings}
             if name not in self.exponents and value not in seen:
                 raise HocketError(
-                    f"The law knows nothing of {name} = {value}: all trainings had {seen.pop()}; train with other {name} too."
+                    f"The law cannot predict {name} = {value}: all trainings had {seen.pop()}; add trainings with other {name}."
                 )
         found = self.at(asked)
         without = [math.log(other.at(asked)) for other in self.others]

@@ -53,7 +53,7 @@ class Account:
     paused: float | None = None
 
     def begin(self, now: float) -> None:
-        """Training begins: what came before was setting up."""
+        """Training begins; time before counts as set-up."""
         self.wait_s = self.transfer_s = self.hidden_s = 0.0
         self.bytes_sent = self.exchanges = 0
         self.begun, self.step_ended = now, None
@@ -91,7 +91,7 @@ class Account:
         self.losses += 1
 
     def add_data(self, data_wait_s: float = 0.0, data_bytes: float = 0, data_skipped: float = 0) -> None:
-        """What reading a mini-batch took."""
+        """Count the seconds, bytes and skipped samples of reading a mini-batch."""
         self.data_wait_s += data_wait_s
         self.data_bytes += int(data_bytes)
         self.data_skipped += int(data_skipped)
@@ -117,15 +117,15 @@ _COUNTS = ("bytes_sent", "exchanges", "nonfinite", "lost", "losses", "data_bytes
 _MAX_SECONDS = 1e12
 
 
-def checked(told: Any) -> dict[str, Any]:
-    """An account as a message tells it; ValueError where it is something else.
+def checked(fields: Any) -> dict[str, Any]:
+    """The account in a message; ValueError where it is not one.
 
     >>> checked({"seconds": 3.0, "bytes_sent": 5, "staleness": {"0": 1}})
     {'seconds': 3.0, 'bytes_sent': 5, 'staleness': {'0': 1}}
     """
-    if not isinstance(told, Mapping):
+    if not isinstance(fields, Mapping):
         raise ValueError("an account is a mapping")
-    for name, value in told.items():
+    for name, value in fields.items():
         if name == "staleness":
             right = isinstance(value, Mapping) and len(value) <= MAX_STALENESS + 1
             right = right and all(age.isdecimal() and type(count) is int for age, count in value.items())
@@ -137,7 +137,7 @@ def checked(told: Any) -> dict[str, Any]:
             right = name == "loss" and isinstance(value, float | int) and (isinstance(value, float) or abs(value) < 1 << 62)
         if not right:
             raise ValueError(f"an account has no such {name[:50]}")
-    return dict(told)
+    return dict(fields)
 
 
 _SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s")
@@ -160,7 +160,7 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
 
 
 def data_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]] | None = None) -> dict[str, float]:
-    """What reading data took since ``before``: the mean of seconds, sums of bytes and of samples left out; nothing where none did.
+    """The costs of reading data since ``before``: mean seconds, sums of bytes and of skipped samples; empty where nobody read.
 
     >>> data_of({"0": {"data_wait_s": 1.0, "data_bytes": 5}, "1": {"data_wait_s": 2.0, "data_bytes": 6}}), data_of({"0": {}})
     ({'data_wait_s': 1.5, 'data_bytes': 11, 'data_skipped': 0}, {})
@@ -172,25 +172,25 @@ def data_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any
 
 
 def _total(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]], name: str) -> float:
-    """Of all workers since ``before``; a replacement starts its account anew."""
+    """A figure summed over all workers since ``before``; a replacement starts its account anew."""
     pairs = [(account.get(name, 0), before.get(worker, {}).get(name, 0)) for worker, account in accounts.items()]
     return float(sum(new - old if new >= old else new for new, old in pairs))
 
 
 def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two accounts as one: that of a worker and of the one whose place it took.
+    """The account of a worker added to that of the process that it replaced.
 
     >>> added({"bytes_sent": 5, "staleness": {"0": 1}}, {"bytes_sent": 2, "staleness": {"0": 2, "1": 1}})
     {'bytes_sent': 7, 'staleness': {'0': 3, '1': 1}}
     """
     names = dict.fromkeys((*one, *other))
     sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name not in ("staleness", *STEP_TIMES)}
-    steps = {name: other.get(name) or one.get(name, 0.0) for name in STEP_TIMES if name in names}  # of the one that is there now
+    steps = {name: other.get(name) or one.get(name, 0.0) for name in STEP_TIMES if name in names}  # of the present process
     return {**sums, **steps, "staleness": staleness_of([one, other])}
 
 
 def steps_of(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The step times of all workers, those that are known."""
+    """The known step times of all workers."""
     workers = range(max(map(int, accounts), default=-1) + 1)
     p50_s, p99_s = ([float(accounts.get(str(worker), {}).get(name, 0.0)) for worker in workers] for name in STEP_TIMES)
     return described(p50_s, p99_s)
@@ -209,7 +209,7 @@ def staleness_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def staleness_since(found: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """What has come to a histogram.
+    """The histogram of the gradients since ``before``.
 
     >>> staleness_since({"0": 3, "1": 5}, {"0": 3, "1": 4})
     {'1': 1}

@@ -116,7 +116,7 @@ _P = ParamSpec("_P")
 
 
 def event(method: Callable[_P, Task | None]) -> Callable[_P, Effects]:
-    """Makes a method of a program one that drivers call, with the time as ``now``; what it returns is its task, if it has one."""
+    """Decorates a method that drivers call, with the time as ``now``; a generator that it returns becomes the program's task."""
     place = list(inspect.signature(method).parameters).index("now")
 
     @wraps(method)
@@ -145,7 +145,7 @@ class Program:
 
     @property
     def busy(self) -> bool:
-        """Whether a task waits for an event: the worker stands still until it is done."""
+        """Whether a task is waiting for an event; the worker waits until the task is done."""
         return self._task is not None
 
     @event
@@ -158,11 +158,11 @@ class Program:
             self.on_timer(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, where the program can be saved."""
+        """Everything needed to resume, where the program can be saved."""
         raise NotImplementedError
 
     def end_state(self) -> dict[str, Any]:
-        """What a replay of this program must end with, in parts."""
+        """The state, in parts, with which a replay of this program must end."""
         return self.state_dict()
 
     def describe_peer(self, peer: int) -> str:
@@ -188,7 +188,7 @@ class Program:
         self._effects.append(SetTimer(name, at))
 
     def _done(self, task: Task | None = None) -> Effects:
-        """Start ``task``, or go on with the one that runs, as far as possible, and hand over the effects collected."""
+        """Start ``task``, or continue the running one, as far as possible; returns the effects collected."""
         if task is not None:
             assert self._task is None, "a program runs one task at a time"
             self._task, self._until = task, None
@@ -227,7 +227,7 @@ class Link:
 
 
 class Client(Program):
-    """Asks its peers, one request at a time each.
+    """Sends requests to its peers, one at a time to each.
 
     A peer that neither answers nor gives a sign of life for two seconds is asked again, and given up after ``give_up_s``.
     """
@@ -240,11 +240,11 @@ class Client(Program):
 
     @property
     def open(self) -> bool:
-        """Whether something requested has not been taken yet."""
+        """Whether a request is open or its answer has not been taken yet."""
         return any(link.request is not None for link in self.links)
 
     def _request(self, messages: Sequence[Envelope]) -> None:
-        """One of each of the first peers, under the next number."""
+        """Send one request to each of the first peers, under the next number."""
         assert not self.open
         self.number += 1
         for link, message in zip(self.links, messages, strict=False):
@@ -273,7 +273,7 @@ class Client(Program):
 
 
 class Service(Program):
-    """A program that answers others. Whatever one of them sends, the service goes on: what it does not accept changes nothing."""
+    """A program that answers others. It survives any message: one that it rejects changes nothing."""
 
     role = "A service"
     """What it is called in refusals."""
@@ -301,7 +301,7 @@ class Service(Program):
         self._answer(peer, Kind.REFUSAL, message.number, {"reason": reason, "sentence": sentence})
 
     def _admit(self, message: Envelope) -> None:
-        """Raises Rejected where the sender is not one that is served."""
+        """Raises Rejected where the sender is not a peer that this program serves."""
 
     def _answer(
         self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
@@ -311,7 +311,7 @@ class Service(Program):
         self._send(peer, answer)
 
     def _status(self) -> dict[str, Any]:
-        """What every message says of its sender."""
+        """The metadata about the sender that every message carries."""
         return {}
 
 
@@ -322,7 +322,7 @@ def unreadable(error: Exception) -> str:
 
 
 def whole(value: Any, least: int = 0, most: int = 1 << 40) -> int:
-    """A whole number of a message, if it is one between these; ValueError where it is something else.
+    """A value of a message that must be a whole number from ``least`` to ``most``; otherwise ValueError.
 
     >>> whole(3)
     3

@@ -43,7 +43,7 @@ class Momentum(Protocol):
         """Whether the next step exchanges anything."""
 
     def enter(self, bucket: int, gradients: Tensor) -> bool:
-        """Turn rows of gradients into what is exchanged, in place; False: they travel as they are, without a code."""
+        """Turn rows of gradients into what is exchanged, in place; False: they travel unchanged and uncompressed."""
 
 
 class Moments(Protocol):
@@ -71,12 +71,12 @@ class CollectiveProgram(RepeatableExchange):
         # The share of the gradients that the backward pass has produced when a bucket is complete.
         self._produced = [done / layout.parameters for done in accumulate(b.size for b in layout.buckets)]
         self._mixed: list[Tensor] | None = None
-        self._sent: list[Tensor] | None = None  # the weights that workers had when they sent, where they go on meanwhile
+        self._sent: list[Tensor] | None = None  # the weights at the time of sending, where workers make steps during an exchange
         self._plain = not strategy.compression.compresses
         self.momentum: Momentum | None = None  # set by the owner of the rows, where momentum is exchanged
         self.moments: Moments | None = None  # the same, of moments that are averaged
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
-        self._discards = False  # whether the loop has discarded mixed gradients
+        self._discards = False  # whether the loop has ever discarded mixed gradients
         self._kept: list[State] | None = None
         self.weight_state: list[State] = [self.channel.init_state(strategy.compression, wide(w)) for w in weights]
         self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]
@@ -102,7 +102,7 @@ class CollectiveProgram(RepeatableExchange):
 
     @property
     def _last_gradients(self) -> bool:
-        """Whether weights are exchanged after this step, so that residuals of gradients would be left behind: all is sent now."""
+        """Whether weights are exchanged after this step: then this exchange of gradients sends their residuals too."""
         return self.keeps_residuals and self.strategy.weights and self.strategy.sync.rebases(self.step + 1)
 
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:
@@ -189,7 +189,7 @@ class CollectiveProgram(RepeatableExchange):
 
     def _average_moments(self, moments: Moments, second: bool) -> None:
         found = [(k, rows) for k in range(len(self.layout.buckets)) if (rows := moments.read(k, second)) is not None]
-        if self.cluster.elastic:  # whoever repeats an exchange must know which
+        if self.cluster.elastic:  # a repeated exchange needs its number
             self.drain()
         before = self._exchange, self._undo, self.exchanges
         self._begin()
@@ -231,7 +231,7 @@ class CollectiveProgram(RepeatableExchange):
         self._exchange.seal()
 
     def _landed(self) -> list[Tensor]:
-        """The mix, which the step needs now."""
+        """Wait for the mix, which this step needs."""
         self.drain()
         mixed, self._mixed = self._mixed, None
         assert mixed is not None

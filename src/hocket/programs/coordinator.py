@@ -1,4 +1,4 @@
-"""The coordinator of a run without servers: it tells workers where the others are, dispatches mini-batches, and records results.
+"""The coordinator of a run without servers: it sends workers each other's addresses, dispatches mini-batches, and records results.
 
 It holds no weights and takes no part in exchanges. Every request of a worker carries a number and gets one answer with it; a
 request that comes again gets the same answer, and nothing is counted twice:
@@ -53,7 +53,7 @@ class Coordinator(Service):
     role = "A coordinator"
 
     def __init__(self, workers: int, total: int, like: PeerState | None = None) -> None:
-        """``like``: what workers hold, where this coordinator is to know."""
+        """``like``: the shapes of what workers hold, if this coordinator is to check the final mean."""
         super().__init__()
         self.workers, self.like = workers, like
         self.dispatcher = BatchDispatcher(total)
@@ -110,7 +110,7 @@ class Coordinator(Service):
             raise Rejected("worker", f"There is no worker {message.sender} in a job of {self.workers}.")
 
     def on_timer(self, name: str) -> None:
-        """Tell those who wait that this coordinator lives."""
+        """Send WAIT to the waiting workers, so that they know that this coordinator lives."""
         self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
         if self.now - self._notified >= _WAIT_EVERY_S:
             self._notified = self.now
@@ -145,7 +145,7 @@ class Coordinator(Service):
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         def dispatch() -> dict[str, Any]:
-            gone = message.sender in self.gone  # it had asked before it died
+            gone = message.sender in self.gone  # the dead process had asked before
             return {"batch_ids": [] if gone else self.dispatcher.take(message.sender, 1), "over": self.dispatcher.empty}
 
         self._once(peer, message, dispatch)
@@ -156,7 +156,7 @@ class Coordinator(Service):
             own = self.like.buffers
             self.like.fitting(mean.rows)
             if mean.buffers is not None and (own is None or mean.buffers.shape != own.shape):
-                raise ValueError(f"{mean.buffers.numel()} values in buffers, which this model has not")
+                raise ValueError(f"{mean.buffers.numel()} values in buffers, which this model does not have")
 
         def keep() -> dict[str, Any]:
             self.means[message.sender] = mean
@@ -165,7 +165,7 @@ class Coordinator(Service):
         self._once(peer, message, keep)
 
     def _once(self, peer: bytes, message: Envelope, act: Callable[[], dict[str, Any]]) -> None:
-        """Act on a worker's request, and answer with what that gives; one that comes again gets the same answer."""
+        """Act on a worker's request and answer it; a repeated request gets the same answer."""
         member = self._members.get(message.sender)
         if member is None:
             raise Rejected("hello", "This coordinator does not know this worker: say hello first.")
@@ -206,14 +206,14 @@ class CoordinatorClient(Client):
 
     @event
     def join(self, address: str, now: float) -> Task:
-        """Tell where this worker is; then :attr:`worker_addresses` has those of all."""
+        """Send this worker's address; then :attr:`worker_addresses` has those of all workers."""
         self._ask(Kind.HELLO, {"address": address, "incarnation": self.incarnation})
         welcome = yield from self._wait()
         self.worker_addresses = list(welcome.metadata["addresses"])
 
     @event
     def take_batch(self, now: float) -> Task:
-        """Make sure that a mini-batch lies ready, if there is one left; the last request is for those of a dead worker."""
+        """Fetch a mini-batch in advance, if there is one left; the last request is for those of a dead worker."""
         last = self.over
         while not self._batch_ids and not last:
             if not self.open:
@@ -237,7 +237,7 @@ class CoordinatorClient(Client):
 
     @event
     def deliver(self, mean: Mean, now: float, ledger: dict[str, Any] | None = None) -> Task:
-        """Tell the final mean, and the final figures (the account's, unless given)."""
+        """Send the final mean, and the final figures (the account's, unless given)."""
         if self.open:
             yield from self._wait()
         metadata, tensors = mean.described()

@@ -1,4 +1,4 @@
-"""Whom a worker waits for, where it does so for far longer than before: a shard that holds an answer back names who is behind, and
+"""For whom a worker waits, when it waits far longer than before: a shard that holds an answer back names who is behind, and
 the gossip worker that leads the agreement on the final mean knows who has not ended."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LateAnswers:
         self._longest_s = self._told_s = 0.0
 
     def ended(self, waited_s: float) -> None:
-        """The answer is there."""
+        """The answer has arrived."""
         self._longest_s, self._told_s = max(waited_s, FADES * self._longest_s), 0.0
 
     def judge(self, worker: int, step: int, waited_s: float, behind: Sequence[Sequence[Any]]) -> str:
@@ -38,14 +38,14 @@ class LateAnswers:
         if not behind or waited_s < (2 * self._told_s or late_s):
             return ""
         self._told_s = waited_s
-        late, said = [], []
+        late, clauses = [], []
         for number, reached, silent_s, doing in behind:
             silent = float(silent_s) > _SILENT_S
             state = "silent" if silent else "waiting" if str(doing).startswith("has been waiting") else "computing"
             late.append({"worker": int(number), "state": state, "step": reached, "doing": str(doing)})
             how = f"silent for {silent_s:.1f} s" if silent else doing or "computing"
             at = "" if reached is None else f" (at step {reached})"
-            said.append(f"worker {number}{at}, which {'is ' if how != doing else ''}{how}")
-        text = f"worker {worker} has waited {waited_s:.1f} s at step {step} for {'; '.join(said)}"
+            clauses.append(f"worker {number}{at}, which {'is ' if how != doing else ''}{how}")
+        text = f"worker {worker} has waited {waited_s:.1f} s at step {step} for {'; '.join(clauses)}"
         self.reports.append({"what": "others", "step": step, "waited_s": round(waited_s, 1), "late": late, "text": text})
         return text

@@ -49,7 +49,7 @@ class Merged:
 
     @property
     def owes(self) -> float:
-        """The norm of all that is owed."""
+        """The norm of all residuals and accumulators."""
         return float(sum(float(t.double().square().sum()) for sums in self.owed for t in sums.values())) ** 0.5
 
 

@@ -23,7 +23,7 @@ from hocket.topology.base import Channel
 
 @dataclass
 class Undo:
-    """What an exchange began with."""
+    """The state at the beginning of an exchange, to which a repetition returns."""
 
     long: bool
     ending: Ending
@@ -38,7 +38,7 @@ class Undo:
 
 
 class Regrouped(NamedTuple):
-    """What a program has of a new group of workers."""
+    """The state of a program for a new group of workers."""
 
     channel: Channel
     gradient_state: list[State]
@@ -94,7 +94,7 @@ class RepeatableExchange:
             self._undo = Undo(long, ending, [list(self.gradient_state), list(self.weight_state), list(self.outer_state)])
 
     def _ending(self, weights: bool) -> Ending:
-        """Codes have state on both sides of an exchange, so they know for sure whether it counts before they go on."""
+        """Codecs have state on both sides, so workers must agree whether an exchange counts before they continue."""
         sync, topology = self.strategy.sync, self.strategy.topology
         if not self._plain or self.strategy.exchanged == "momentum" or self.cluster.exact or sync.weighs_displacements:
             return Ending.ACKNOWLEDGED
@@ -179,7 +179,7 @@ class RepeatableExchange:
         return Regrouped(channel, gradients, in_weights, outer)
 
     def _common(self, channel: Channel, before: Channel, state: State, weights: Tensor) -> State:
-        """What coded weights are relative to, which must be the same on all workers."""
+        """The reference of encoded weights, which must be equal on all workers."""
         if channel.uniform and before.uniform and "reference" in state and state["reference"].shape == wide(weights).shape:
             inner = channel.regrouped(self.strategy.compression, state.get("inner", {}), before, weights.shape[1])
             return {**state, "inner": inner}
@@ -198,7 +198,7 @@ class RepeatableExchange:
                     kept.mul_(scale)
 
     def abandon(self) -> None:
-        """Forget the exchange under way: this worker goes on from another one's state."""
+        """Drop the exchange under way: this worker takes another one's state."""
         self._exchange = self._undo = None
         self._in_flight = False
 

@@ -92,9 +92,9 @@ class SummationServer(Service):
         held = self._pieces.get(key, {})
         others = [other for by, (_, other) in held.items() if by != worker]
         if any(other.shape != values.shape or other.dtype != values.dtype for other in others):
-            raise Rejected("model", "Your row has other values than those of other workers: build the same model everywhere.")
+            raise Rejected("model", "Other workers' rows have another size or dtype: build the same model everywhere.")
         if not held and len(self._pieces) >= QUEUE:
-            raise Rejected("size", "Nobody has so many pieces on their way.")
+            raise Rejected("size", "Too many pieces of rows wait for other workers.")
         self._pieces[key] = {**held, worker: (peer, values)}
         if len(self._pieces[key]) == self.workers:
             self._add_up(key)
@@ -144,7 +144,7 @@ class SummationWorker(Program):
 
     @event
     def mean(self, flat: Tensor, now: float) -> Task:
-        """Make ``flat``, on the CPU, the mean of all workers'; one that was given up is forgotten."""
+        """Replace ``flat``, on the CPU, by the mean of all workers'; forgets a mean that was given up."""
         self._task = None
         return self._mean(flat)
 

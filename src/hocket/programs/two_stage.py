@@ -32,11 +32,11 @@ class OptimizerState(Protocol):
         """A copy of it, into the memory of an earlier one (``kept``, or None)."""
 
     def restore(self, saved: Any) -> None:
-        """The state is again as it was when it was saved."""
+        """Restore the state to a saved copy."""
 
 
 class Arrived(Enum):
-    """What the step under way has received."""
+    """The half of a mini-batch whose mean has arrived in this step."""
 
     NO_EXCHANGE = "no exchange"
     NOTHING = "nothing"
@@ -63,7 +63,7 @@ class TwoStageProgram(CollectiveProgram):
 
     @property
     def linear(self) -> bool:
-        """Not even a plain mean: what is handed in comes back a step later."""
+        """False: the mean of the gradients handed in comes back a step later."""
         return False
 
     @property

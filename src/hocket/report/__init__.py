@@ -50,8 +50,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         head, body = as_html(self.rows)
-        said = "".join(f"<p>{html.escape(answer)}</p>" for answer in self.answers)
-        return f"<div>{said}<table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+        answers = "".join(f"<p>{html.escape(answer)}</p>" for answer in self.answers)
+        return f"<div>{answers}<table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
 
     @property
     def answers(self) -> list[str]:

@@ -129,7 +129,7 @@ def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
 
 
 def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: float) -> str:
-    """Why ``bulk + allreduce`` is as good as anything, or an empty string if something beats it."""
+    """Why ``bulk + allreduce`` is as good as the other strategies, or an empty string if one beats it."""
     others, measure = [r for r in ranked if r is not base], measure_of(base)
     if any(_gain(r, base) > max(_MORE_ACCURATE, *_spreads(r, base)) for r in others):  # a smaller gain is noise
         return ""

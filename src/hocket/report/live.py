@@ -1,4 +1,5 @@
-"""The page of runs that are still going on: the report's own text, with how far each run is, read anew whenever a file changes."""
+"""The page of runs that are still going on: the report's own text, with the progress of each run, read anew whenever a file
+changes."""
 
 from __future__ import annotations
 
@@ -83,11 +84,11 @@ class LivePage:
         """The newest version's number and its parts as one line of JSON, once it is not ``version`` or the seconds are over."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._version != version, seconds)
-            told = {"parts": self._parts, "data": self._data, "problem": self._problem} if self._version != version else {}
-            return self._version, json.dumps(told, allow_nan=False)
+            changes = {"parts": self._parts, "data": self._data, "problem": self._problem} if self._version != version else {}
+            return self._version, json.dumps(changes, allow_nan=False)
 
     def follow(self) -> None:
-        """Go on reading until :meth:`close`."""
+        """Read the files again and again, until :meth:`close`."""
         took = 0.0
         while not self.closed:
             with self._changed:
@@ -96,7 +97,7 @@ class LivePage:
                 took = self.refresh()
 
     def close(self) -> None:
-        """Let all who wait go."""
+        """End all waits."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
@@ -115,7 +116,7 @@ def look(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _answers(facet: Facet, rows: Sequence[Row], within: float) -> list[Answer]:
-    """What finished runs say; nothing as long as there is none."""
+    """The answers from finished runs; nothing as long as there is none."""
     return answers_of(facet, rows, within) if any(row.ranked for row in rows if row.facet == facet) else []
 
 
@@ -134,7 +135,7 @@ def _signature(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def _progress(reading: Reading, folder: Path) -> str:
-    """How many runs have ended, and a line for each that goes on or has failed (for all of a few)."""
+    """How many runs have ended, and a line for each that is running or has failed (for all, if they are few)."""
     runs = reading.runs
     over = [run for run in runs if run.state in (FINISHED, FAILED)]
     going = [run for run in runs if run not in over and run.state != PLANNED]
@@ -148,9 +149,9 @@ def _progress(reading: Reading, folder: Path) -> str:
     if len(runs) > 1:
         counts = {"finished": len(over) - len(failed), "failed": len(failed), "begun": len(going)}
         counts["not started"] = len(runs) - len(over) - len(going)
-        said = " · ".join(f"{count} {what}" for what, count in counts.items() if count)
+        text = " · ".join(f"{count} {what}" for what, count in counts.items() if count)
         head = (
-            f'<p class="overall">{_bar(len(over), len(runs), "Runs that have ended")} <span>{said} of {len(runs)} runs</span></p>'
+            f'<p class="overall">{_bar(len(over), len(runs), "Runs that have ended")} <span>{text} of {len(runs)} runs</span></p>'
         )
     return f'{head}<ul class="now">{lines}</ul>'
 
@@ -164,13 +165,13 @@ def _line(run: RunRecord, several: set[str]) -> str:
     )
     bar = _bar(run.last_epoch, int(epochs), "Epochs") if epochs and run.state != PLANNED else ""
     ago = f'<time data-written="{run.written:.0f}"></time>' if run.written and run.state not in (FINISHED, FAILED, PLANNED) else ""
-    name, told = html.escape(", ".join(names)), html.escape(" · ".join(_told(run, epochs)))
-    line = f'<span class="strategy">{name}</span> {bar} <span class="told">{told}</span> {ago}'
+    name, status = html.escape(", ".join(names)), html.escape(" · ".join(_status(run, epochs)))
+    line = f'<span class="strategy">{name}</span> {bar} <span class="told">{status}</span> {ago}'
     return f'<li class="{run.state.replace(" ", "-")}">{line}</li>'
 
 
-def _told(run: RunRecord, epochs: float | None) -> list[str]:
-    """Where a run is, how good its model is, and how long it will take if it goes on as so far."""
+def _status(run: RunRecord, epochs: float | None) -> list[str]:
+    """A run's epoch, how good its model is, and the remaining time at its present pace."""
     last = run.lines[-1] if run.lines else {}
     most = run.settings.get("max_steps")
     capped = most is not None and run.settings.get("finished") is not True and run.last_epoch < (epochs or 0)
@@ -179,22 +180,22 @@ def _told(run: RunRecord, epochs: float | None) -> list[str]:
     if run.state == PLANNED:
         return ["not started"]
     if run.state == FINISHED and not capped:
-        told = [f"finished, {run.last_epoch} epoch{'s' * (run.last_epoch != 1)}"]
+        status = [f"finished, {run.last_epoch} epoch{'s' * (run.last_epoch != 1)}"]
     else:
         most_epochs = f"{'at most ' * capped}{epochs or 0:.0f}"
-        told = [f"epoch {run.last_epoch} of {most_epochs}" if run.lines else "first epoch"]
-        told += [f"ends at step {most}"] * capped
+        status = [f"epoch {run.last_epoch} of {most_epochs}" if run.lines else "first epoch"]
+        status += [f"ends at step {most}"] * capped
     quality = {"accuracy": percent, "test_loss": plain, "loss": plain}
     words = {"test_loss": "test loss", "loss": "training loss"}
     found = [
         (words.get(name, name), form(value)) for name, form in quality.items() if (value := number(last.get(name))) is not None
     ]
-    told += [f"{name} {value}" for name, value in found]
+    status += [f"{name} {value}" for name, value in found]
     took = [seconds for line in run.lines if (seconds := number(line.get("wall_s"))) is not None]
     if took and epochs and not capped and run.last_epoch < epochs and run.state != FINISHED:
         left = sum(took) / len(took) * (epochs - run.last_epoch)
-        told.append(f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left")
-    return told
+        status.append(f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left")
+    return status
 
 
 def _bar(value: int, most: int, name: str) -> str:
@@ -202,7 +203,7 @@ def _bar(value: int, most: int, name: str) -> str:
 
 
 def _searches(folder: Path, runs: Sequence[RunRecord]) -> list[str]:
-    """The learning rates that a study is looking for before its next run."""
+    """The searches for learning rates that a study is making before its next run."""
     if not any(run.state == PLANNED for run in runs):
         return []
     try:
@@ -210,6 +211,6 @@ def _searches(folder: Path, runs: Sequence[RunRecord]) -> list[str]:
     except (OSError, ValueError, RecursionError):
         return []
     searches = found.items() if isinstance(found, dict) else ()
-    going = [(what, told) for what, told in searches if isinstance(told, dict) and told.get("chosen") is None]
-    tried = {what: len(losses) if isinstance(losses := told.get("losses"), dict) else 0 for what, told in going}
+    going = [(what, search) for what, search in searches if isinstance(search, dict) and search.get("chosen") is None]
+    tried = {what: len(losses) if isinstance(losses := search.get("losses"), dict) else 0 for what, search in going}
     return [f"{what.rpartition(' (')[0]}: looking for the learning rate, {count} tried" for what, count in tried.items()]

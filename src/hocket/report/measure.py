@@ -34,7 +34,7 @@ class Accuracy:
         return points(gain)
 
     def margin(self, within: float) -> str:
-        """What may be given up for fewer bytes."""
+        """The loss of quality that may be given up for fewer bytes."""
         return "1 point" if within == 1 else f"{within:g} points"
 
     def goal(self, threshold: float) -> str:

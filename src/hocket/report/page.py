@@ -130,7 +130,7 @@ def _answer(answer: Answer) -> str:
 
 
 def page_data(rows: Sequence[Row], facets: list[Facet], live: bool = False) -> dict[str, Any]:
-    """What the charts are drawn from; of ``live`` runs also those that are not finished, and training losses."""
+    """The data of the charts; for ``live`` pages also of runs that are not finished, and training losses."""
     looks = styles(rows)
     labels = sorted(looks, key=lambda label: looks[label].number)
     place = {label: i for i, label in enumerate(labels)}
@@ -256,13 +256,13 @@ def _common(reading: Reading) -> str:
     settings = [run.settings for run in reading.runs]
     names = [name for name in settings[0] if name not in _SHOWN]
     same = [name for name in names if len({json.dumps(s.get(name), sort_keys=True, default=str) for s in settings}) == 1]
-    pairs = [(html.escape(name), html.escape(_said(settings[0][name]))) for name in same if settings[0][name] is not None]
+    pairs = [(html.escape(name), html.escape(_shown(settings[0][name]))) for name in same if settings[0][name] is not None]
     items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="pairs">{items}</dl>' if items else ""
 
 
 def _stragglers(rows: Sequence[Row]) -> list[str]:
-    """Of runs on several workers; one worker is nobody's straggler."""
+    """The stragglers of runs on several workers."""
     shown = [row for row in rows if row.stragglers is not None and len(row.stragglers.p50_s) > 1]
     kind = {False: ", measured", True: ""}  # a virtual facet says what its seconds are predicted for
     return [f"{row.label} ({row.facet}{kind[row.facet.virtual]}): {row.stragglers.line()}" for row in shown if row.stragglers]
@@ -273,13 +273,13 @@ def _clusters(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         spec = row.settings.get("spec")
         if row.facet.cluster and isinstance(spec, dict):
-            said = ", ".join(f"{name} {_said(value)}" for name, value in spec.items() if name != "name" and value is not None)
-            found.append(f"{row.facet.cluster}: {said}")
+            text = ", ".join(f"{name} {_shown(value)}" for name, value in spec.items() if name != "name" and value is not None)
+            found.append(f"{row.facet.cluster}: {text}")
     return list(dict.fromkeys(found))
 
 
 def _lrs(rows: Sequence[Row]) -> str:
-    """Those that were searched one by one, those that were given in one sentence."""
+    """The learning rates: searched ones one by one, given ones in one sentence."""
     searched = swept(rows, "rate")
     given = sorted({row.lr for row in rows if not isinstance(row.settings.get("rate"), dict) and row.lr is not None})
     text = ""
@@ -313,10 +313,10 @@ def _sweep(found: dict[str, Any]) -> str:
     given_up = given if isinstance(given := found.get("given_up"), dict) else {}
     ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in given_up.items()]
     left = f"; given up after a whole training: {', '.join(ends)}" if ends else ""
-    return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
+    return f"{_shown(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return lr_text(value) if isinstance(value, float) else str(value)

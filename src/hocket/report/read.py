@@ -46,15 +46,15 @@ class Measured:
         1.0
         >>> Measured.of({"bubble_share": 7, "communication_share": 0.0, "rows": rows})
         Traceback (most recent call last):
-        ValueError: its bubble_share is no share
+        ValueError: its bubble_share is not a number from 0 to 1
         """
         shares = {name: number(content.get(name)) for name in ("bubble_share", "communication_share")}
         for name, share in shares.items():
             if share is None or not 0 <= share <= 1:
-                raise ValueError(f"its {name} is no share")
+                raise ValueError(f"its {name} is not a number from 0 to 1")
         rows = content.get("rows")
         if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
-            raise ValueError("its rows are no lists of actions")
+            raise ValueError("its rows are not lists of actions")
         if len(rows) > _MOST_PROCESSES:
             raise ValueError(f"it has {len(rows)} processes; {_MOST_PROCESSES} can be drawn")
         timeline = Timeline(tuple(tuple(_span(entry) for entry in row) for row in rows))
@@ -204,8 +204,8 @@ class Reading:
         title, notes = str(content.get("title") or name), content.get("notes")
         while title in {study.title for study in self.studies}:
             title += f" ({name})"
-        told = tuple(str(n) for n in notes) if isinstance(notes, list) else ()
-        self.studies.append(Study(title, str(content.get("command") or ""), told, number(content.get("within"))))
+        remarks = tuple(str(n) for n in notes) if isinstance(notes, list) else ()
+        self.studies.append(Study(title, str(content.get("command") or ""), remarks, number(content.get("within"))))
         return self.studies[-1]
 
     def _read_run(self, place: Path, name: str, study: str, planned: dict[str, Any]) -> None:

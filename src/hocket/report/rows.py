@@ -140,17 +140,17 @@ class Row:
 
     @property
     def score(self) -> Figure | None:
-        """That at the end."""
+        """The score at the end."""
         return self.score_of(self)
 
     @property
     def final(self) -> float:
-        """Its mean; 0 where none was recorded."""
+        """The mean score at the end; 0 where none was recorded."""
         return self.score.mean if self.score else 0.0
 
     @property
     def ranked(self) -> bool:
-        """Whether it takes part in comparisons."""
+        """Whether this row takes part in comparisons."""
         return self.state == FINISHED and self.score is not None
 
     @property

@@ -69,7 +69,8 @@ class Server(socketserver.ThreadingTCPServer):
         return not stays_here(self.numeric)
 
     def knows(self, named: str | None) -> bool:
-        """Whether a request's ``Host`` is a name of this server: an address, ``localhost``, this machine or what it was told."""
+        """Whether a request's ``Host`` is a name of this server: an address, ``localhost``, this machine's name or the given
+        host."""
         host = urlsplit(f"//{named or ''}").hostname or ""
         try:
             ipaddress.ip_address(host.partition("%")[0])
@@ -87,7 +88,7 @@ class Server(socketserver.ThreadingTCPServer):
         super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error."""
+        """A client that has disconnected is no error."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -133,20 +134,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self) -> None:
         """The newest state at once, and again whenever it has changed."""
         self._head(HTTPStatus.OK, "text/event-stream")
-        page, version, told = self.server.page, 0, time.monotonic()
+        page, version, sent_at = self.server.page, 0, time.monotonic()
         self.wfile.write(b"retry: 2000\n\n")
         while not page.closed and not self._gone():
             newest, text = page.wait(version, _LOOK_S)
             if newest != version:
                 self.wfile.write(f"id: {newest}\ndata: {text}\n\n".encode())
-            elif time.monotonic() - told > _ALIVE_S:
+            elif time.monotonic() - sent_at > _ALIVE_S:
                 self.wfile.write(b":\n\n")
             else:
                 continue
-            version, told = newest, time.monotonic()
+            version, sent_at = newest, time.monotonic()
 
     def _gone(self) -> bool:
-        """Whether the client has closed its end."""
+        """Whether the client has closed the connection."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
@@ -167,4 +168,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Requests are not told."""
+        """Requests are not logged."""

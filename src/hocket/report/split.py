@@ -57,8 +57,8 @@ def _comm_stats(row: Row) -> str:
     lines = []
     for axis, figures in row.comm_stats.items():
         if f"{axis}=" in row.mesh or (figures.bytes_sent and figures.bytes_sent.mean > 0):
-            told = (_told(figures.bytes_sent, 1e-6, "MB"), _told(figures.seconds, 1, "s"))
-            cells = "".join(f'<td class="number">{text}</td>' for text in told)
+            figures_text = (_amount(figures.bytes_sent, 1e-6, "MB"), _amount(figures.seconds, 1, "s"))
+            cells = "".join(f'<td class="number">{text}</td>' for text in figures_text)
             lines.append(f'<tr><th scope="row">{axis}</th>{cells}</tr>')
     if not lines:
         return '<p class="note">No bytes were recorded by axis.</p>'
@@ -67,7 +67,7 @@ def _comm_stats(row: Row) -> str:
     return f'<table class="comm-stats" aria-label="{name}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _told(figure: Figure | None, scale: float, unit: str) -> str:
+def _amount(figure: Figure | None, scale: float, unit: str) -> str:
     return NONE if figure is None else f"{figure.scaled(scale).text()} {unit}"
 
 
@@ -76,14 +76,14 @@ def _figure(row: Row, measured: Measured, drawn: bool) -> str:
     if not drawn:
         return f"<figure><figcaption><p>{html.escape(' '.join(words))}</p></figcaption></figure>"
     timeline = measured.beginning()
-    told = sum(map(len, timeline.rows))
-    if told < measured.actions:
-        words.append(f"The first {told:,} of {measured.actions:,} actions are drawn.")
+    count = sum(map(len, timeline.rows))
+    if count < measured.actions:
+        words.append(f"The first {count:,} of {measured.actions:,} actions are drawn.")
     kinds = [kind for kind in KINDS if any(span.action.kind == kind for lane in timeline.rows for span in lane)]
     keys = "".join(f'<span><i class="{kind}"></i>{LOOKS[kind][0]}</span>' for kind in kinds)
     processes = range(len(timeline.rows))
     names = "".join(f"<span>process {process}</span>" for process in processes)
-    height, look = _LANE * len(processes), "pipe fine" if told > _MANY else "pipe"
+    height, look = _LANE * len(processes), "pipe fine" if count > _MANY else "pipe"
     drawing = "".join(_lane(timeline, process) for process in processes) + _axis(timeline, height)
     return (
         f"<figure><figcaption><p>{html.escape(' '.join(words))}</p></figcaption>"

@@ -31,8 +31,8 @@ class Stragglers:
         >>> Stragglers.of({"step_times": {"p50_s": [0.1], "p99_s": ["long"]}}), Stragglers.of({})
         (None, None)
         """
-        told = line.get("step_times")
-        lists = [told.get(name) for name in ("p50_s", "p99_s")] if isinstance(told, dict) else []
+        times = line.get("step_times")
+        lists = [times.get(name) for name in ("p50_s", "p99_s")] if isinstance(times, dict) else []
         if not lists or not all(isinstance(found, list) and 0 < len(found) <= _MOST for found in lists):
             return None
         columns = [tuple(number(value) for value in found) for found in lists if isinstance(found, list)]

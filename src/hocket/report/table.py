@@ -36,17 +36,17 @@ class Column:
         return self.name not in _WORDS
 
     def figure(self, row: Row) -> Figure | None:
-        """What a row has here, with its spread; None where it has no such figure."""
+        """A row's figure in this column, with its spread; None where it has none."""
         found = self.get(row)
         return found.scaled(self.scale or 1) if isinstance(found, Figure) else None
 
     def value(self, row: Row) -> float | str | None:
-        """What a row has here, without its spread."""
+        """A row's figure in this column, without its spread."""
         found = self.figure(row) or self.get(row)
         return found.mean if isinstance(found, Figure) else found
 
     def text(self, row: Row) -> str:
-        """The same for people."""
+        """A row's figure as text for people."""
         figure, value = self.figure(row), self.value(row)
         if figure is not None:
             return figure.text(self.digits)

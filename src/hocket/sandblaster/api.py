@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, Pair, identity
 from hocket.data.tensors import as_tensors
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.sandblaster.coordinator import CoordinatorConfig
 from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.objective import Objective
@@ -41,7 +41,7 @@ class SandblasterRun:
 
     @property
     def loss(self) -> float:
-        """At the end."""
+        """The loss at the end."""
         return self.metrics[-1]["loss"]
 
     @property
@@ -56,12 +56,12 @@ class SandblasterRun:
 
     @property
     def evaluations(self) -> int:
-        """Of the whole batch, all together."""
+        """Evaluations of the whole batch, over all iterations."""
         return self.total("evaluations")
 
     @property
     def seconds(self) -> float:
-        """All together; virtual seconds on virtual workers."""
+        """Seconds of all iterations; virtual seconds on virtual workers."""
         return self.total("seconds")
 
     def total(self, name: str) -> Any:
@@ -114,7 +114,7 @@ class Sandblaster:
         notice_s: float = 1.0,
     ) -> None:
         for name, value in (("workers", workers), ("shards", shards), ("portions_per_worker", portions_per_worker)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value):
                 raise HocketError(f"{name}={value!r} must be a whole number of at least 1.")
         self.settings = Settings(history, max_iter, max_eval, lr, tolerance_grad, tolerance_change, l2)
         self.loss, self.workers, self.shards = loss, workers, shards
@@ -126,7 +126,7 @@ class Sandblaster:
         objective = self.objective()  # refuses models that cannot work
         values = len(objective.point)
         largest = max(part.stop - part.start for part in self.portions)
-        if try_batch(objective.model, self._evaluator(None), largest):  # in the mode that the model has
+        if try_batch(objective.model, self._evaluator(None), largest):  # in the model's present mode
             raise HocketError(
                 "L-BFGS compares losses at several points, and this model or loss draws new random numbers each time: "
                 "remove dropout or put the model into eval mode."
@@ -146,7 +146,7 @@ class Sandblaster:
         return CoordinatorConfig(self.settings, len(self.portions), self.shards, self.backups, self.exact, **more)
 
     def world(self) -> VirtualWorld:
-        """The virtual cluster, before anything has happened."""
+        """The virtual cluster at its start."""
         return VirtualWorld(self.objective(), self.config(), self.cluster, self.workers, self.seed, self.deaths, self.notice_s)
 
     def run(self, watch: Callable[[dict[str, Any]], None] = lambda _: None) -> SandblasterRun:

@@ -34,12 +34,12 @@ _NUMBERS = 20
 
 
 class ShardSilent(WorkerLost):
-    """A shard runs perhaps, but says nothing: it is replaced by another, which goes on from what was saved."""
+    """A shard may run, but does not answer: it is replaced by another one, which resumes from the saved state."""
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What a coordinator is told; ``incarnation`` says how many coordinators this run had before."""
+    """The settings of a coordinator; ``incarnation`` says how many coordinators this run had before."""
 
     settings: Settings
     portions: int
@@ -93,7 +93,7 @@ class Dispatch(Service):
 
     @event
     def peer_lost(self, identity: bytes, now: float) -> None:
-        """That worker is known to be dead."""
+        """That worker has died."""
         if identity in self._tickets:
             self._lose(self._tickets[identity])
         else:
@@ -115,7 +115,7 @@ class Dispatch(Service):
             self._workers[message.sender].seen = self.now
 
     def on_timer(self, name: str) -> None:
-        """See who is silent."""
+        """Look for silent peers."""
         self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
         for ticket, worker in list(self._workers.items()):
             if self.now - worker.seen > self.config.liveness_timeout_s:
@@ -193,7 +193,7 @@ class Dispatch(Service):
             worker.order_queue.acknowledge(message.number)
         if message.kind == Kind.ANSWER and current and self._dispenser is not None:
             self._report(ticket, worker, message.place, loss)
-        elif worker.order_queue.sent == 0:  # it has nothing of this evaluation
+        elif worker.order_queue.sent == 0:  # the worker has no portion of this evaluation
             self._counts.wasted += message.kind == Kind.ANSWER and not worker.free
             worker.free = True
             self._wake()
@@ -239,7 +239,7 @@ class Dispatch(Service):
         )
 
     def _resend_bundles(self, ticket: int, worker: _Peer) -> None:
-        """Slices that have not reached all shards for long may be lost."""
+        """Ask again for slices that have long not reached all shards: they may be lost."""
         if self._dispenser is not None and self.now > worker.resend_at and (numbers := self._dispenser.under_way(ticket)):
             worker.resend_at = 2 * self.now - worker.pushed
             self._tell(ticket, Answer(), {"again": numbers})
@@ -354,7 +354,7 @@ class SandblasterCoordinator(Dispatch):
         self._effects.append(Snapshot())
 
     def _ask(self, orders: tuple[Order, ...]) -> Task:
-        """All shards carry out ``orders``; one scalar each."""
+        """Let all shards carry out ``orders``; returns one scalar each."""
         self._answers, self._expected = {}, len(orders)
         self._order_shards({"ask": orders})
         self._asked = self._shards[0].order_queue.sent

@@ -1,4 +1,4 @@
-"""Sandblaster on processes of this machine: one coordinator, some shards, some workers, and the caller, who only watches.
+"""Sandblaster on processes of this machine: one coordinator, some shards, some workers, and the caller, which only watches.
 
 Workers may die at any moment: the others take over. A coordinator or shard that was killed is started again, and all go on from the
 last iteration in the folder (see ``processes``). A later call with the same folder goes on there too.
@@ -89,7 +89,7 @@ class SandblasterProcesses(Supervisor):
         code = self.code
         if code == 0:
             return True
-        if code is not None or any(self.ended(SHARD).values()):  # perhaps for want of another
+        if code is not None or any(self.ended(SHARD).values()):  # perhaps because another process ended
             self._settle()
         dead = {i: ended for i, ended in self.ended(SHARD).items() if ended}
         killed = any(ended < 0 for ended in (*dead.values(), 0 if code is None else code))
@@ -111,13 +111,13 @@ class SandblasterProcesses(Supervisor):
         return self.codes(COORDINATOR_ROLE)[0]
 
     def _settle(self) -> None:
-        """Wait a little for another shard to end."""
+        """Wait briefly, in case another shard ends too."""
         before, deadline = len(self.ended(SHARD)), time.monotonic() + SETTLE_S
         while len(self.ended(SHARD)) == before < len(self.codes(SHARD)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _restart(self) -> None:
-        """Start shards that have ended, and the coordinator if it has, again."""
+        """Start ended shards again, and the coordinator if it has ended."""
         self.times_restarted += 1
         for role in (SHARD, COORDINATOR_ROLE):
             for number in self.ended(role):
@@ -148,13 +148,13 @@ def launch(
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
         processes = _processes(plan, point, _pickled(job), job.workers, slowdown)
-        told = 0
+        reported = 0
 
         def tell() -> None:
-            """What the coordinator has written down, each iteration once, also those before this call."""
-            nonlocal told
-            for row in plan.written().get("metrics", [])[told:]:
-                told += 1
+            """Report the iterations that the coordinator has written, each once, also those before this call."""
+            nonlocal reported
+            for row in plan.written().get("metrics", [])[reported:]:
+                reported += 1
                 on_iteration(row)
 
         def look() -> None:
@@ -225,14 +225,14 @@ def _watch(processes: SandblasterProcesses, plan: Plan, restarts: int, look: Cal
         look()
         time.sleep(0.05)
     if failure.exists():
-        told = json.loads(failure.read_text())
-        raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])
+        error = json.loads(failure.read_text())
+        raise (WorkerLost if error["kind"] == "WorkerLost" else HocketError)(error["sentence"])
     if processes.code:
         raise WorkerLost(f"The coordinator ended with code {processes.code}: {plan.config.remedy}.")
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """A server that has imported torch once and forks, where there is such a thing; nothing of the caller's is inherited."""
+    """A fork server that has imported torch, where the system has one; children inherit nothing from the caller."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -255,11 +255,11 @@ def _check_folder(plan: Plan) -> None:
             return
         problems.append(problem)
     if problems:
-        raise HocketError(f"{problems[0]}, so there is nothing to go on from: choose another folder.")
+        raise HocketError(f"{problems[0]}, so the run cannot be resumed: choose another folder.")
 
 
 def _problem(plan: Plan, file: Path, found: dict[str, Any]) -> str | None:
-    """What is damaged of an iteration; None where it is whole."""
+    """What is damaged in an iteration's files; None where they are whole."""
     try:
         facts, iteration = dict(found["facts"]), int(found["state"]["iteration"])
     except (KeyError, TypeError, ValueError):

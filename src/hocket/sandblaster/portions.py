@@ -1,4 +1,5 @@
-"""Who computes which portion of the batch, and what counts: exactly one gradient of every portion, on all shards or on none.
+"""Which worker computes which portion of the batch, and what counts: exactly one gradient of every portion, on all shards or on
+none.
 
 The batch is cut into portions much smaller than a worker's equal share. A worker that is free gets the next one. When none is left,
 free workers get second copies of those that have been out longest; the first answer wins. A lost worker's portions go back.
@@ -29,7 +30,7 @@ COPIES = 2
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker is told: whether to keep what it reported, as which bundle to send its sum, what to compute next."""
+    """The answer to a worker: whether to keep what it reported, as which bundle to send its sum, what to compute next."""
 
     keep: bool = False
     bundle: int | None = None
@@ -75,7 +76,7 @@ class Dispenser:
         self._waiting = deque(range(self.portions))
         self._out: dict[int, list[int]] = {}  # portion: the workers computing it, portions in order of issue
         self._losses: dict[int, float] = {}  # of portions that a worker was told to keep
-        self._held: dict[int, list[int]] = {}  # worker: portions in its sum
+        self._held: dict[int, list[int]] = {}  # by worker: portions in its sum
         self._bundles: dict[tuple[int, int], _Bundle] = {}  # on their way to the shards
         self._sent = 0
         self._counted: set[int] = set()
@@ -147,7 +148,8 @@ class Dispenser:
         return [("count", worker, number, bundle.portions[0])]
 
     def lost(self, worker: int) -> list[Order]:
-        """A worker is gone: what did not yet count goes back; the orders to forget what it has staged."""
+        """A worker is gone: its portions that do not count yet are issued again; returns the orders to discard its staged
+        bundles."""
         if worker in self._gone:
             return []
         self._gone.add(worker)

@@ -1,4 +1,4 @@
-"""What the processes of a run do: a program on sockets, and the files that it goes on from.
+"""The processes of a run: each is a program on sockets, and resumes from files.
 
 After each iteration the shards write their vectors to the folder (``shard-NUMBER-ITERATION.pt``) and then the coordinator its state
 (``state.json``; the one before is ``previous.json``), each file whole or not at all, with a checksum.
@@ -51,7 +51,7 @@ Computing = Callable[[Tensor, int], tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What all processes of a run know."""
+    """The facts of a run that all its processes have."""
 
     job: bytes
     folder: Path
@@ -62,7 +62,7 @@ class Plan:
     """A folder for recordings of all that happens to the processes, to replay the run."""
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same to go on from what lies in the folder."""
+        """The facts that must be equal to resume from the folder."""
         config = self.config
         shape = {"values": self.values, "portions": config.portions, "shards": config.shards, "exact": config.exact}
         return {**asdict(config.settings), **shape, "digest": self.digest}
@@ -77,7 +77,7 @@ class Plan:
         return next(iter(self.generations().values()), {})
 
     def generations(self) -> dict[str, dict[str, Any]]:
-        """What can be read of the last iteration and of the one before it, by file."""
+        """The readable states of the last iteration and of the one before it, by file."""
         found = {}
         for name in (STATE_FILE, PREVIOUS_FILE):
             with contextlib.suppress(OSError, ValueError):
@@ -85,7 +85,7 @@ class Plan:
         return found
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write where the run stands after an iteration, and keep where it stood after the one before."""
+        """Write the state after an iteration, and keep the one after the iteration before."""
         last = self.generations().get(STATE_FILE)
         if last is not None and last["state"]["iteration"] != state["state"]["iteration"]:
             write_whole(self.folder / PREVIOUS_FILE, sealed_json(last))
@@ -103,7 +103,7 @@ class Plan:
 
 
 class ProcessDriver(SocketDriver):
-    """Sockets, and what a program wants of its own machine: to compute, and to ``save`` and ``load`` snapshots by name."""
+    """A socket driver that also computes portions, and saves and loads snapshots by name."""
 
     program: Any
 
@@ -136,7 +136,7 @@ class ProcessDriver(SocketDriver):
 
 
 def be_coordinator(plan: Plan, incarnation: int) -> None:
-    """Hold the conversation, and write down after each iteration where it stands."""
+    """Run the coordinator, and write its state after each iteration."""
     end_with_parent()
     program = SandblasterCoordinator(replace(plan.config, incarnation=incarnation), plan.written() or None)
 
@@ -217,7 +217,7 @@ def throttled(objective: Objective, slowdown: float) -> Computing:
 
 
 def _beat(worker: SandblasterWorker, plan: Plan) -> None:
-    """A sign of life, also in the midst of a long portion."""
+    """Send a sign of life, also during a long portion."""
     with Caller(plan.address(), plan.job) as link:
         while True:
             link.send(Envelope(Kind.BEAT, worker.ticket), 0)
@@ -237,10 +237,10 @@ def end_with_parent() -> None:
 
 
 def most_bytes(values: int) -> int:
-    """Of one message with so many float64 values."""
+    """The size of a message with ``values`` float64 values."""
     return (1 << 20) + 8 * values
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """There is the whole file or none."""
+    """Write the whole file or none."""
     write_whole(file, json.dumps(content).encode())

@@ -21,7 +21,7 @@ _BEAT = "beat"
 
 
 class _Subordinate(Program):
-    """Says hello now and then, and ends when the coordinator says goodbye."""
+    """Sends HELLO every ``BEAT_S``, and ends when the coordinator sends GOODBYE."""
 
     @event
     def start(self, now: float) -> None:
@@ -64,7 +64,7 @@ class SandblasterShard(_Subordinate, Service):
             if message.step == self._session and message.number == self._obeyed + 1:
                 self._obey(message)
             elif self._reply is not None and (message.step, message.number) == (self._reply.step, self._reply.number):
-                self._send(COORDINATOR, self._reply)  # it was lost
+                self._send(COORDINATOR, self._reply)  # the order was lost
 
     def _obey(self, message: Envelope) -> None:
         self._obeyed += 1
@@ -126,7 +126,7 @@ class SandblasterWorker(_Subordinate):
         self._forget((-1, -1))
 
     def _forget(self, series: tuple[int, int]) -> None:
-        """Begin another series of orders; what belongs to an earlier evaluation or ticket is gone."""
+        """Begin another series of orders; drop what belongs to an earlier evaluation or ticket."""
         self.evaluation, self.ticket = series
         self._obeyed = 0
         self._portions: deque[int] = deque()
@@ -227,7 +227,7 @@ class SandblasterWorker(_Subordinate):
         self._send(COORDINATOR, Envelope(Kind.ANSWER, self.ticket, portion, self.evaluation, self._obeyed, metadata))
 
     def _hello(self) -> None:
-        if self._computing is not None:  # nothing to say but that this worker lives
+        if self._computing is not None:  # only a sign of life
             self._send(COORDINATOR, Envelope(Kind.BEAT, self.ticket))
             return
         if self._retry_s and self.now - self._fetched_at >= self._retry_s:

@@ -1,4 +1,4 @@
-"""What a shard can do: it holds its slice of every vector by name, and carries out orders on them.
+"""A shard's vectors: it holds a slice of every vector by name, and carries out orders on them.
 
 An order is plain data, ``(verb, operands …)``, so that it can travel as a message:
 
@@ -45,7 +45,7 @@ class VectorShard:
         self.forget()
 
     def forget(self, evaluation: int = -1, at: str = "x") -> None:
-        """Nothing is staged or counted: ``evaluation`` begins at vector ``at``."""
+        """Begin ``evaluation`` at vector ``at``: nothing is staged or counted."""
         self.evaluation, self.point = evaluation, self.vectors[at].clone()
         self._staged: dict[tuple[int, int], Tensor] = {}
         self._sum = Tree() if self.exact else Sum()

@@ -84,7 +84,7 @@ class VirtualWorld:
 
     def run(self, watch: Callable[[dict[str, Any]], None]) -> None:
         """Minimise; ``watch`` sees each iteration's metrics as they come."""
-        self._tell, self._told = watch, 0
+        self._tell, self._reported = watch, 0
         while not self._finished:
             if not self.simulation.step():
                 raise WorkerLost(
@@ -98,8 +98,8 @@ class VirtualWorld:
             self._computing[node] = effect
             self.simulation.put(self.simulation.now + self._seconds(node[1], effect.portion), Call(_COMPUTED, node))
         elif node == _CENTRE and isinstance(effect, Snapshot):
-            for row in self.coordinator.metrics[self._told :]:
-                self._told += 1
+            for row in self.coordinator.metrics[self._reported :]:
+                self._reported += 1
                 self._tell(row)
         elif node == _CENTRE and isinstance(effect, Finished):
             self._finished = True
@@ -114,7 +114,7 @@ class VirtualWorld:
         elif node in self.simulation.nodes:
             worker, task = self.simulation.nodes[node].program, self._computing.pop(node)
             assert isinstance(worker, SandblasterWorker)
-            if worker.evaluation != self._point[0]:  # the same point for all workers, moved to once
+            if worker.evaluation != self._point[0]:  # all workers have the same point, so the model moves there once
                 self._point = worker.evaluation, task.point
             loss, gradient = self.objective.portion(self._point[1], task.portion)
             self.simulation.carry_out(node, worker.computed(task.portion, loss, gradient, now))

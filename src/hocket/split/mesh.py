@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hocket.cluster.base import Cluster
 from hocket.cluster.plain import all_gather_plain
 from hocket.cluster.virtual import VirtualCluster
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_whole, nearest
 from hocket.split.axis import Axis
 
 AXES = ("data", "pipeline", "tensor")
@@ -45,7 +45,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for name in AXES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value):
                 raise HocketError(f"Mesh({name}={value!r}): an axis has a whole number of processes, at least 1.")
         if self.plan is not None and self.tensor == 1:
             raise HocketError(
@@ -122,7 +122,7 @@ class MeshCoordinate:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What happens inside is not training: no axis counts it."""
+        """Inside, exchanges are not counted: they do not belong to the training."""
         comm_stats = {name: replace(axis.comm_stats) for name, axis in self.axes.items()}
         try:
             yield
@@ -148,7 +148,7 @@ def _device_mesh(mesh: Mesh, device_type: str) -> Any:
 
 
 def forget() -> None:
-    """Let go of all groups, before the job they belong to is left."""
+    """Destroy all groups, before the process leaves the job."""
     _device_mesh.cache_clear()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.split.materialize import materialize
 from hocket.split.parts import blocks_of, only
 from hocket.split.slow import Block, Disk, Pinned, return_memory_at_once
@@ -269,7 +269,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, to: str, folder: 
     """Refuse what cannot work; the device of the model."""
     if to not in ("disk", "cpu"):
         raise HocketError(f"offload(to={to!r}): slow memory is 'disk' or, for a model on a GPU, 'cpu'.")
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+    if not is_whole(keep, 0):
         raise HocketError(
             f"offload(keep={keep!r}): the number of blocks kept beside the one that computes must be a whole number, at least 0."
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.split.inputs import Inputs
 from hocket.split.mesh import Mesh
 from hocket.split.sharded import SEES_WHOLE, refuse_sharding
@@ -45,7 +45,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         value = self.num_microbatches
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and not is_whole(value):
             raise HocketError(f"Pipeline(num_microbatches={value!r}): it must be a whole number of at least 1.")
 
 

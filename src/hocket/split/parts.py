@@ -68,7 +68,7 @@ def part_of(parts: Parts, name: str, tensor: Tensor) -> Part:
 
 
 def all_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter, for all names that it has."""
+    """For every name of a parameter, its first name."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 

@@ -70,7 +70,7 @@ def state_copies(optimizer: torch.optim.Optimizer) -> int:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """How many micro-batches a process has between forward and backward at most, all its stages together.
+    """The largest number of micro-batches between forward and backward on a process, over all its stages.
 
     >>> from hocket.split.pipeline.schedules import make
     >>> [in_flight(row) for row in make("1f1b", 4, 8)], [in_flight(row) for row in make("gpipe", 4, 8)]

@@ -82,7 +82,7 @@ class Disk:
 
 
 class Pinned:
-    """The same in page-locked memory of the CPU, for models on a GPU."""
+    """Keeps the bytes of tensors in page-locked memory of the CPU, for models on a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[Tensor]] = {}
@@ -134,7 +134,7 @@ class Block:
         self.empty()
 
     def empty(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         for tensor in (t for tensors in self._kept().values() for t in tensors):
             tensor.untyped_storage().resize_(0)
 
@@ -145,7 +145,7 @@ class Block:
         self.coming.clear()
 
     def show(self) -> None:
-        """Parameters and state are the real ones."""
+        """Put the real parameters and states in place."""
         for p, weight in zip(self.params, self.weights, strict=True):
             p.data = weight
         for state, key, tensor in self.states:
@@ -153,7 +153,7 @@ class Block:
                 state[key] = tensor
 
     def hide(self) -> None:
-        """Parameters and state become placeholders; state that the optimiser has just made is included."""
+        """Replace parameters and states by placeholders; state that the optimiser has just made is included."""
         known = {(id(state), key) for state, key, _ in self.states}
         for p, weight in zip(self.params, self.weights, strict=True):
             p.data = _absent(weight)

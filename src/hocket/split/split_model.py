@@ -206,7 +206,7 @@ class SplitModel:
         return self.pipe.drain() if self.pipe is not None and self.asynchronous else []
 
     def averaged(self) -> nn.Module:
-        """The replicas have been averaged: what several processes hold is made equal; the model, to be called on inputs."""
+        """Make equal what several processes hold, after the replicas were averaged; returns a model to call on inputs."""
         with self.place.uncounted():
             self._make_equal()
         return Facade(self)
@@ -231,7 +231,7 @@ class SplitModel:
         self.draws.step += 1
 
     def _make_equal(self) -> None:
-        """What several processes of a replica hold is the first one's."""
+        """Make tensors that several processes of a replica hold equal to the first one's."""
         if self._parts_drift:
             self.tied.copy_weights()
         self.place.tensor.broadcast([p.data for p in self._alike])

@@ -159,7 +159,7 @@ class SplitState:
 
 
 def _gathered_plain(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -> dict[str, Tensor] | None:
-    """The same by what the processes of one replica tell each other, whatever the other replicas do."""
+    """The same from the plain data of one replica's processes, without the other replicas."""
     everyone = place.gather_plain({n: (t.detach().cpu(), *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
     found: dict[str, Tensor] = {}
     for some in everyone:
@@ -186,8 +186,8 @@ def _gathered(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -
         return {name: t.detach().clone() for name, t in held.items()}
     if place.apart:
         return _gathered_plain(held, parts, place)
-    told = place.gather_plain({n: (tuple(t.shape), t.dtype, *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
-    everyone = [{name: (shape, dtype, Part(*part)) for name, (shape, dtype, *part) in some.items()} for some in told]
+    listed = place.gather_plain({n: (tuple(t.shape), t.dtype, *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
+    everyone = [{name: (shape, dtype, Part(*part)) for name, (shape, dtype, *part) in some.items()} for some in listed]
     members = [place.mesh.rank(place.data.place, s, t) for s in range(place.pipeline.size) for t in range(place.tensor.size)]
     me, root = dist.get_rank(), members[0]
     device = next(iter(held.values())).device if held else torch.device("cpu")

@@ -65,7 +65,7 @@ class Watch:
         """Run ``number`` is over."""
 
     def note(self, text: str) -> None:
-        """A remark of a run."""
+        """A run has a remark."""
 
 
 class Train(Protocol):
@@ -107,9 +107,9 @@ class Virtual:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             try:
-                heard: dict[str, Any] = {"watch": watch.step, "on_epoch": watch.epoch, "briefly": out is None}
+                callbacks: dict[str, Any] = {"watch": watch.step, "on_epoch": watch.epoch, "briefly": out is None}
                 data = self.data(settings.data.name)
-                training = run(settings, cluster, out=out, data=data, checkpoints=False, engines=self.engines, **heard)
+                training = run(settings, cluster, out=out, data=data, checkpoints=False, engines=self.engines, **callbacks)
             finally:
                 cluster.close()
         for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
@@ -216,8 +216,8 @@ def sentence(error: Exception) -> str:
     """An error as one sentence."""
     if isinstance(error, (HocketError, WorkerLost, NonFiniteGradient)):
         return str(error)
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class Search:
@@ -365,7 +365,7 @@ class OuterSearch(Search):
 
 
 def with_outer(settings: RunSettings, pair: Sequence[float]) -> RunSettings:
-    """The same with this rate and momentum of the outer optimiser."""
+    """The settings with this rate and momentum of the outer optimiser."""
     strategy = settings.strategy
     sync = replace(strategy.sync, lr=pair[0], momentum=pair[1])  # type: ignore[call-arg]
     return settings.changed(strategy=str(replace(strategy, sync=sync)))

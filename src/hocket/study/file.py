@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, nearest
 from hocket.strategy import Strategy
 from hocket.study.plan import AUTO, EACH, Entry, Outline
 from hocket.train.settings import FIELDS, RunSettings, defaults, types
@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 
 @dataclass
 class Lines:
-    """Line numbers, which ``tomllib`` does not tell: of keys (``("run", 0, "lr")``: of the first ``[[run]]``) and list elements."""
+    """Line numbers, which ``tomllib`` does not give: of keys (``("run", 0, "lr")``: of the first ``[[run]]``) and list elements."""
 
     keys: dict[tuple[str | int, ...], int] = field(default_factory=dict)
     elements: dict[tuple[str | int, ...], list[int]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class _Reader:
         title, within = content.get("title", self.path.stem), content.get("within")
         if not isinstance(title, str):
             self.wrong(f"title is text, got {title!r}", "title")
-        if within is not None and (not isinstance(within, (int, float)) or isinstance(within, bool) or not within >= 0):
+        if within is not None and (not is_number(within) or not within >= 0):
             self.wrong(f"within is a number of points of accuracy, got {within!r}", "within")
         outer = content.get("outer")
         if outer not in (None, AUTO):
@@ -228,7 +228,7 @@ def _beside(name: str, *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _syntax(path: Path, text: str, error: tomllib.TOMLDecodeError) -> str:
-    said = str(error)
-    found = re.search(r" \(at line (\d+), column (\d+)\)$", said)
+    message = str(error)
+    found = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     line = found.group(1) if found else len(text.rstrip("\n").split("\n"))
-    return f"{path}, line {line}: this is not TOML ({re.sub(r' .at .*$', '', said)}); correct the line."
+    return f"{path}, line {line}: this is not TOML ({re.sub(r' .at .*$', '', message)}); correct the line."

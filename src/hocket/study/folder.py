@@ -45,7 +45,7 @@ class Folder:
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """A lock that this process holds, and its children inherit."""
+        """Hold a lock on the folder, which child processes inherit."""
         self._refuse_others()
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ _RETRIES = 3
 
 @dataclass
 class Result:
-    """What a training leaves: metrics, files by name, remarks, and its error, if it failed."""
+    """The results of a training: metrics, files by name, remarks, and its error, if it failed."""
 
     metrics: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Notes(Watch):
 
 
 def result_of(train: Train, settings: RunSettings, briefly: bool) -> Result:
-    """Train, and keep what it leaves; an error is kept, too. ``briefly``: without files."""
+    """Train, and return the results, or the error. ``briefly``: without files."""
     result = Result()
     with tempfile.TemporaryDirectory(prefix="hocket-") as temporary:
         out = Path(temporary) / "run"
@@ -53,9 +53,9 @@ def result_of(train: Train, settings: RunSettings, briefly: bool) -> Result:
             result.metrics = list(train(settings, None if briefly else out, _Notes(result.notes)))
         except (HocketError, NonFiniteGradient, WorkerLost) as error:
             result.error = (type(error).__name__, str(error))
-        except Exception as error:  # told as the study tells errors of its own machine
-            said = str(error).strip().splitlines()
-            result.error = ("HocketError", f"{type(error).__name__}: {said[0]}" if said else type(error).__name__)
+        except Exception as error:  # worded like errors of the study's own machine
+            lines = str(error).strip().splitlines()
+            result.error = ("HocketError", f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
         if out.is_dir():
             result.files = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
     return result

@@ -31,13 +31,13 @@ def train_process(
 
     The process holds the file descriptor ``lock``, too.
     """
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as log:
         # A process group of its own: Ctrl-C reaches this process alone, which then tells the other once.
         process = subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=log,
             process_group=0,
             pass_fds=() if lock is None else (lock,),
             # A batch system may have started this process, but not the training's workers.
@@ -53,11 +53,11 @@ def train_process(
         except BaseException:
             _end(process)
             raise
-        said.seek(0)
-        lines = said.read().splitlines()
+        log.seek(0)
+        lines = log.read().splitlines()
     if process.returncode:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "output.txt", "".join(f"{line}\n" for line in lines).encode())  # what a crash leaves to go by
+        write_whole(out / "output.txt", "".join(f"{line}\n" for line in lines).encode())  # a crash leaves only its last lines
         fail(process.returncode, lines)
     return _epochs(out)
 
@@ -76,9 +76,9 @@ def _follow(out: Path, settings: RunSettings, watch: Watch, seen: int) -> int:
 
 
 def fail(code: int, lines: list[str]) -> NoReturn:
-    """What a failed training said, as an error of this process."""
-    said = [line.removeprefix("hocket: ") for line in lines if line.startswith("hocket: ")] or lines[-1:]
-    reason = said[-1] if said else f"hocket train ended with exit code {code}."
+    """Raise the error that a failed training printed."""
+    sentences = [line.removeprefix("hocket: ") for line in lines if line.startswith("hocket: ")] or lines[-1:]
+    reason = sentences[-1] if sentences else f"hocket train ended with exit code {code}."
     if written := re.match(r"Cannot (write .*) \((.*?)\); files written before", reason):
         number_ = errno.ENOSPC if written[2] == os.strerror(errno.ENOSPC) else errno.EACCES
         raise CannotWrite(written[1], OSError(number_, written[2]))
@@ -88,7 +88,7 @@ def fail(code: int, lines: list[str]) -> NoReturn:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a training and its workers: it is asked first."""
+    """End a training and its workers: first by SIGINT."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         for number_ in (signal.SIGINT, signal.SIGTERM):

@@ -18,7 +18,7 @@ _THREADS = 256
 
 
 class RunWatch(Watch):
-    """What is told of one of several runs: its remarks, each once."""
+    """The watch of one of several runs: passes its remarks on, each once."""
 
     def __init__(self, watch: Watch, noted: set[str], lock: threading.Lock) -> None:
         self._watch, self._noted, self._lock = watch, noted, lock
@@ -55,10 +55,10 @@ def carry_out_side_by_side(
             waiting[number] = planned
 
     def work(numbers: Sequence[int]) -> None:
-        told = RunWatch(watch, noted, lock)
+        run_watch = RunWatch(watch, noted, lock)
         for number in numbers:
-            outcomes[number] = carry_out_run(folder, waiting[number], data, train, train, told, tries)
-            told.end(number, outcomes[number])
+            outcomes[number] = carry_out_run(folder, waiting[number], data, train, train, run_watch, tries)
+            run_watch.end(number, outcomes[number])
 
     groups = grouped(waiting, lambda planned: _search(folder, planned, data, train, watch))
     with ThreadPoolExecutor(min(_THREADS, max(1, len(groups)))) as pool:
@@ -73,7 +73,7 @@ def carry_out_side_by_side(
 
 
 def grouped(runs: dict[int, Planned], search_of: Callable[[Planned], str | None]) -> list[list[int]]:
-    """The numbers of runs that go one after another: those with the same search; each without one alone."""
+    """Groups of the numbers of runs that go one after another: runs with the same search; a run without one is alone."""
     groups: dict[object, list[int]] = {}
     for number, planned in runs.items():
         groups.setdefault(number if (search := search_of(planned)) is None else search, []).append(number)
@@ -88,7 +88,7 @@ def _search(folder: Folder, planned: Planned, data: Data, train: Train, watch: W
 
 
 def _finish(futures: list[Future[None]]) -> None:
-    """Wait until all have ended, or one has failed; in short waits, so that Ctrl-C is heard."""
+    """Wait until all have ended, or one has failed; in short waits, so that Ctrl-C interrupts them."""
     left = set(futures)
     while left:
         ended, left = wait(left, 0.2, FIRST_EXCEPTION)

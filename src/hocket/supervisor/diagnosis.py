@@ -36,8 +36,8 @@ class Finding:
 
 
 def diagnose(facts: Mapping[int, Facts], processes: int, pairs: Pairs, exchange: str | None) -> list[Finding]:
-    """All findings. ``facts`` are those of the processes that have come, ``exchange`` what a mean of all over Gloo met with: an
-    error, nothing where it worked; None where none was tried."""
+    """All findings. ``facts`` are those of the processes that connected, ``exchange`` is the error of a mean over Gloo, empty
+    where it worked, None where none was tried."""
     found = [_present(facts, processes), _versions(facts), _files(facts, processes), _memory(facts), *_folder(facts)]
     found += [_devices(facts), _cores(facts), _compiler(facts), _ports(facts)]
     if processes > 1:
@@ -60,8 +60,8 @@ def _versions(facts: Mapping[int, Facts]) -> Finding:
         groups = _by(facts, lambda one, name=name: one["versions"][name])
         if len(groups) > 1:
             level = WARN if name == "python" else FAIL
-            said = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
-            return Finding(level, "versions", f"{name} {said}", f"install the same {name} everywhere")
+            text = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+            return Finding(level, "versions", f"{name} {text}", f"install the same {name} everywhere")
     own = next(iter(facts.values()))["versions"]
     return Finding(OK, "versions", f"hocket {own['hocket']}, torch {own['torch']}, Python {own['python']}")
 
@@ -84,24 +84,24 @@ def _memory(facts: Mapping[int, Facts]) -> Finding:
 
 
 def _folder(facts: Mapping[int, Facts]) -> Iterable[Finding]:
-    """Where runs are written: by process 0, and checkpoints by every process."""
-    told = {rank: one["folder"] for rank, one in facts.items() if one.get("folder")}
-    if not told:
+    """The output folder: process 0 writes the run there, every process its checkpoints."""
+    folders = {rank: one["folder"] for rank, one in facts.items() if one.get("folder")}
+    if not folders:
         return
-    path, bad = next(iter(told.values()))["path"], {rank: one["error"] for rank, one in told.items() if one["error"]}
+    path, bad = next(iter(folders.values()))["path"], {rank: one["error"] for rank, one in folders.items() if one["error"]}
     if bad:
         text = f"{_ranks(bad)} cannot write to {path} ({next(iter(bad.values()))})"
         yield Finding(FAIL, "output folder", text, "choose another folder with --out")
         return
-    apart = [rank for rank, one in told.items() if not one["shared"]]
-    free = min(one["free_bytes"] for one in told.values())
+    apart = [rank for rank, one in folders.items() if not one["shared"]]
+    free = min(one["free_bytes"] for one in folders.values())
     if free < _FREE_BYTES:
         yield Finding(WARN, "output folder", f"{_size(free)} free in {path}", "make room, or choose another folder with --out")
     elif apart:
         text = f"{path} is not the same folder on {_ranks(apart)} as on process 0"
         yield Finding(WARN, "output folder", text, "use a shared one: a run resumes only where each machine finds its checkpoints")
     else:
-        yield Finding(OK, "output folder", f"{path} is writable{' and shared' if len(told) > 1 else ''}, {_size(free)} free")
+        yield Finding(OK, "output folder", f"{path} is writable{' and shared' if len(folders) > 1 else ''}, {_size(free)} free")
 
 
 def _devices(facts: Mapping[int, Facts]) -> Finding:
@@ -211,7 +211,7 @@ def _by(facts: Mapping[int, Facts], key: Any) -> dict[Any, list[int]]:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Processes in a few words.
+    """Process numbers as a few words.
 
     >>> _ranks([3]), _ranks([0, 2]), _ranks(range(9))
     ('process 3', 'processes 0, 2', 'processes 0, 1, 2, 3, 4 and 4 more')

@@ -1,6 +1,6 @@
 """``hocket doctor``: look at this machine, or at all processes that a launcher has started, before a run.
 
-Processes meet at a key-value store at the launcher's address, the one thing that must work; from there each tells its facts, calls
+Processes meet at a key-value store at the launcher's address, the one thing that must work; there each reports its facts, calls
 every other process by TCP, and takes part in one mean over Gloo. Process 0 makes findings of it (:mod:`.diagnosis`).
 """
 
@@ -60,8 +60,8 @@ def examine(place: LaunchInfo | None, environ: Mapping[str, str], out: Path | No
         pairs = meeting.exchange("pairs", call_all(place.rank, facts, place.one_host))
         found = {rank: {int(called): answer for called, answer in row.items()} for rank, row in pairs.items()}
         whole = len(facts) == place.processes and not any(isinstance(a, str) for row in found.values() for a in row.values())
-        said = meeting.exchange("exchange", _mean(meeting.store, place, timeout_s) if whole else None)
-        exchange = next((text for text in said.values() if text), "") if whole else None
+        errors = meeting.exchange("exchange", _mean(meeting.store, place, timeout_s) if whole else None)
+        exchange = next((text for text in errors.values() if text), "") if whole else None
         return meeting.verdict(diagnose(facts, place.processes, found, exchange))
 
 
@@ -114,7 +114,7 @@ def _address(name: str) -> str | None:
 
 
 def _ports() -> dict[str, Any]:
-    """How many ports the system hands out, and whether it does."""
+    """How many ports the system has for connections, and the error where it gives none."""
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low, high = map(int, path.read_text().split()) if path.exists() else (49152, 65535)
     try:
@@ -157,7 +157,7 @@ class _Meeting:
 
     @classmethod
     def at(cls, place: LaunchInfo, environ: Mapping[str, str], timeout_s: float) -> _Meeting | Finding:
-        """Where the launcher says; what is wrong, if there is no such place."""
+        """The meeting at the launcher's address; a sentence on what is wrong where there is none."""
         kept = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         hosts = place.rank == 0 and not kept
         where, limit = f"{place.address}:{place.port}", timedelta(seconds=timeout_s)
@@ -196,7 +196,7 @@ class _Meeting:
         self.store.set(f"{what}/{self.place.rank}", json.dumps(value))
 
     def all(self, what: str) -> dict[int, Any]:
-        """What the processes have told that did so in time; those that did not are not waited for again."""
+        """The values of the processes that reported in time; the others are not waited for again."""
         deadline, missing = time.monotonic() + self.timeout_s, sorted(self._here)
         while missing and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -209,12 +209,12 @@ class _Meeting:
         return self.all(what)
 
     def verdict(self, findings: list[Finding]) -> list[Finding]:
-        """Process 0's findings; the others hear whether any of them fails."""
+        """Process 0's findings; the others receive those that fail."""
         if self.place.rank == 0:
             self.tell("verdict", [list(vars(finding).values()) for finding in findings if finding.level == FAIL])
             return findings
         self.store.wait(["verdict/0"], timedelta(seconds=self.timeout_s + _CALL_S))
-        return [Finding(*told) for told in json.loads(self.store.get("verdict/0"))]
+        return [Finding(*fields) for fields in json.loads(self.store.get("verdict/0"))]
 
     def _answer(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -258,7 +258,7 @@ def _call(facts: Facts, here: bool) -> Any:
 
 
 def _mean(store: Any, place: LaunchInfo, timeout_s: float) -> str:
-    """A mean over Gloo, as a run makes it; what went wrong, if something did."""
+    """A mean over Gloo, as a run makes it; returns the error, if there is one."""
     try:
         dist.init_process_group(
             "gloo",

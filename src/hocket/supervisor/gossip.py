@@ -1,8 +1,8 @@
 """A run without servers: workers are processes, and this one is their coordinator and observes them.
 
-After every epoch it asks all workers for what they hold and evaluates the mean; after the last one, the mean that they agreed on.
-Asking and evaluating go on beside dispatching, so no worker waits for them; where no worker answers, that epoch has no accuracy.
-A replacement takes weights from the workers that live (``join`` in ``programs/gossip/agreement.py``).
+After every epoch it fetches all workers' weights and evaluates their mean; after the last one, the final mean that they agreed on.
+Fetching and evaluating do not delay the dispatching of mini-batches; where no worker answers, that epoch has no accuracy. A
+replacement takes weights from the workers that live (``join`` in ``programs/gossip/agreement.py``).
 """
 
 import time
@@ -37,7 +37,7 @@ class GossipRun(SupervisedRun):
         self._dispatch: SocketDriver | None = None
         self._observer: SocketDriver | None = None
         self._epoch = 1
-        self._delivered, self._heard = 0, 0.0
+        self._delivered, self._delivered_at = 0, 0.0
 
     def _train(self, watch: Watch, on_epoch: OnEpoch) -> None:
         # One thread asks the workers, another evaluates: neither waits for the other, and the coordinator for none of them.
@@ -82,7 +82,7 @@ class GossipRun(SupervisedRun):
             while evaluated and evaluated[0].done():
                 on_epoch(evaluated.pop(0).result())
         for worker in set(range(self.settings.workers.count)) - coordinator.means.keys() - coordinator.gone:
-            self._worker_gone(worker)  # suspended, or too slow to tell: the others have ended
+            self._worker_gone(worker)  # suspended, or too slow to report: the others have ended
         mean = coordinator.means[min(coordinator.means)]
         evaluated.append(evaluating.submit(self.epoch_ends, lambda: mean, self._figures(), self.epochs))
         for each in evaluated:
@@ -106,17 +106,16 @@ class GossipRun(SupervisedRun):
         """
         means = self.coordinator.means
         if len(means) != self._delivered:
-            self._delivered, self._heard = len(means), time.monotonic()
+            self._delivered, self._delivered_at = len(means), time.monotonic()
         if not means:
             return False
         here = set(means[min(means)].here)
         most_s = 2 * self.policy.liveness_timeout_s + self.settings.workers.count * self._like.bytes / _MIN_BYTES_PER_S
-        return here <= means.keys() | self.coordinator.gone or time.monotonic() - self._heard > most_s
+        return here <= means.keys() | self.coordinator.gone or time.monotonic() - self._delivered_at > most_s
 
     def look(self, addresses: Callable[[], list[str | None] | None]) -> Mean | None:
-        """The mean of what all workers that answer hold now; None where no worker does.
-
-        ``addresses`` says where the workers are; it is asked again while answers are awaited, so no dead worker is waited for.
+        """The mean of the present weights of all workers that answer; None where no worker does. ``addresses()`` gives the
+        workers' addresses; it is called again while answers are awaited, so no dead worker is waited for.
         """
         if self._observer is None:
             program = PeerObserver(self.settings.workers.count, self._like, self.policy.liveness_timeout_s)
@@ -136,15 +135,15 @@ class GossipRun(SupervisedRun):
             return not observer.busy
 
         try:
-            driver.run_until(is_ended)  # a look that was interrupted
+            driver.run_until(is_ended)  # an earlier call was interrupted
             driver.begin(observer.look)
             driver.run_until(is_ended)
-        except HocketError:  # another process has the port of a worker that has died
+        except HocketError:  # another process has the port of a dead worker
             return None
         return observer.looked
 
     def _figures(self) -> dict[str, Any]:
-        """Where the workers stand, as they have told the coordinator."""
+        """The workers' figures, as last reported to the coordinator."""
         coordinator = self.coordinator
         counts = {"lost": coordinator.lost, "lost_exchanges": coordinator.lost_exchanges}
         return {"workers": dict(coordinator.figures), "staleness": coordinator.staleness, "counts": counts}

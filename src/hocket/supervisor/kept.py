@@ -1,8 +1,8 @@
 """Checkpoints of runs whose workers send messages: the global weights after every epoch, kept by the process that observes the run.
 
-Such a run goes on after the last whole epoch, with as many workers as it is given. Workers keep what they hold and owe in files of
-their own (:mod:`hocket.train.worker_states`), which the new workers take over. What only processes know that are gone (the servers'
-momentum, steps of an epoch that had not ended) begins anew, and this is said.
+Such a run goes on after the last whole epoch, with as many workers as it is given. Workers write residuals and optimiser states to
+files of their own (:mod:`hocket.train.worker_states`), which the new workers take over. State of processes that are gone (the
+servers' momentum, steps of an epoch that had not ended) begins anew, and a note says so.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class KeptWeights:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether workers write what they hold and owe."""
+        """Whether workers write their residuals and optimiser states."""
         return self.keeping.checkpoints and keeps_state(self._strategy)
 
     def prepare(self) -> None:
-        """Make the folder for the workers' files; they do not, for elsewhere it would be another one."""
+        """Make the folder for the workers' files; a worker on another machine must not make one of its own there."""
         if self.keeps_states:
             self.files.folder.mkdir(exist_ok=True)
 
@@ -73,7 +73,7 @@ class KeptWeights:
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
         record.check_resumed(before, repeated, (*MAY_CHANGE, *(ELSEWHERE if before.get("virtual") else ())))
         lines: list[dict[str, Any]] = []
-        told: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
 
         def load(generation: Generation) -> None:
             state = generation.load(STATE)
@@ -81,20 +81,20 @@ class KeptWeights:
                 raise HocketError("its metrics are of another run")
             model.load_state_dict(read_safetensors(generation.content(WEIGHTS)))
             lines[:] = state["metrics"]
-            told.update(state)
+            loaded.update(state)
 
         found = self.checkpoints.resume(lambda _: [STATE, WEIGHTS], load)
         self.weights = str(found.folder / WEIGHTS)
         here = found.facts["workers"]
         others = f"{here} workers become {workers}: " if here != workers else ""
-        taken = self._take_over(told, len(lines), here, workers)
+        taken = self._take_over(loaded, len(lines), here, workers)
         done = f"{others}{taken}epoch {len(lines) + 1} begins at its first sample."
         self.resumed = [*before.get("resumed", []), {"epoch": len(lines), "step": found.facts["step"], "done": done}]
         self.keeping.note(done)
         return lines
 
     def _take_over(self, state: dict[str, Any], epoch: int, before: int, workers: int) -> str:
-        """Let ``workers`` workers begin with what those ``before`` had after ``epoch``; what was done, in words."""
+        """Let ``workers`` workers begin with the states of those ``before`` after ``epoch``; returns a sentence about it."""
         parts = []
         if keeps_state(self._strategy):
             merged = merge_left(state, self.files.folder, epoch, before, self._strategy, self._layout, self._names)

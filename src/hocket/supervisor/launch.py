@@ -50,7 +50,7 @@ def launch(command: Sequence[str], processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ |= {"HOCKET_LAUNCHED": "1", ENDS_WITH: str(os.getpid())}
     with tempfile.TemporaryDirectory(prefix="hocket-") as folder:
-        logs = DefaultLogsSpecs(folder)  # else torch leaves a folder of its own behind
+        logs = DefaultLogsSpecs(folder)  # otherwise torch leaves a temporary folder behind
         rendezvous = LoopbackRendezvous(uuid.uuid4().hex, _BACKEND)
         workers = WorkerSpec(
             "default",
@@ -77,16 +77,16 @@ def launch(command: Sequence[str], processes: int) -> None:
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> str:
-    """The sentence of the worker that failed first, of those that were not ended by the launcher or merely left alone."""
+    """The sentence of the worker that failed first, not of one that the launcher ended or that only lost its peers."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
         rank, failure = item
         return failure.exitcode in (-signal.SIGTERM, ENDED), _error(failure).get("kind") == "WorkerLost", failure.timestamp, rank
 
     rank, first = min(failures.items(), key=order)
-    said = _error(first).get("message")
-    if isinstance(said, dict) and said.get("message"):
-        return str(said["message"])
+    message = _error(first).get("message")
+    if isinstance(message, dict) and message.get("message"):
+        return str(message["message"])
     if first.exitcode < 0:
         how = f"was ended by signal {signal.Signals(-first.exitcode).name}"
     else:

@@ -1,4 +1,4 @@
-"""What all supervised runs share: worker processes that are started, get their task, are watched, and may be replaced."""
+"""What all supervised runs share: worker processes that are started, receive their task, are watched, and may be replaced."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hocket.cluster.layout import Layout
 from hocket.data import DataSet, load
 from hocket.drivers.machines import Machines, ThisMachine
-from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, say
+from hocket.drivers.processes import Role, Supervisor, how_ended, reported_error, say
 from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.models import loss_for
@@ -49,7 +49,7 @@ _LEAVE_S = 20.0
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """A worker that is silent for ``liveness_timeout_s`` is given up; shards save themselves every ``snapshot_s`` (0: never)."""
+    """A worker that is silent for ``liveness_timeout_s`` is given up; shards take a snapshot every ``snapshot_s`` (0: never)."""
 
     liveness_timeout_s: float = LIVENESS_TIMEOUT_S
     snapshot_s: float = SNAPSHOT_S
@@ -58,7 +58,7 @@ class FaultPolicy:
     keys: Path | None = None
     """A file made by ``hocket keys``: links are encrypted."""
     record: Path | None = None
-    """A folder for recordings of all that happens to workers and shards, to replay the run."""
+    """A folder for recordings of the events of workers and shards, to replay the run."""
 
     def __post_init__(self) -> None:
         if self.snapshot_s < 0 or self.liveness_timeout_s <= 0:
@@ -151,8 +151,8 @@ class SupervisedRun(ABC):
         optimizer = settings.optimizer_for(self.model)(list(self.model.parameters()))
         buckets = settings.buckets
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
-        with_exchange(self.strategy, optimizer)  # warns of what hurts
-        shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
+        with_exchange(self.strategy, optimizer)  # warns of compressions that hurt this optimiser
+        shard_optimizer(self.strategy, optimizer)  # refuses optimisers that shards cannot run
         self._record = None if out is None else Record(out, 0, keeping.resume)
         self._kept = (
             None if out is None else KeptWeights(out, keeping, self.strategy, self.layout, optimizer_names(self.model, optimizer))
@@ -175,7 +175,7 @@ class SupervisedRun(ABC):
 
     @property
     def description(self) -> str:
-        """Which processes there are."""
+        """The processes of the run, in words."""
         return f"{self.settings.workers.count} workers"
 
     def train(self, watch: Watch = lambda _: None, on_epoch: OnEpoch = lambda _: None) -> list[dict[str, Any]]:
@@ -211,16 +211,16 @@ class SupervisedRun(ABC):
 
     @abstractmethod
     def _worker_gone(self, worker: int) -> None:
-        """Tell those who may wait for it that a worker has died."""
+        """Report a dead worker to the processes that may wait for it."""
 
     def check_workers(self) -> None:
-        """Look after workers that have ended."""
+        """Handle workers that have ended: replace them, or end the run."""
         for worker, code in self.supervisor.ended(WORKER).items():
             if code != 0 and worker not in self.dead:
                 self._lose(worker, code)
 
     def assign(self, worker: int) -> None:
-        """Tell a worker's process what to do."""
+        """Send a worker's process its task."""
         data_dir, keys, record = (
             None if path is None else str(path)
             for path in (self.data_dir, self.policy.keys, self.policy.record_of(f"worker-{worker}"))
@@ -238,13 +238,13 @@ class SupervisedRun(ABC):
             begun["begins"] = self._kept.begins
         task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record, **begun)
         pipe = self.supervisor.process(WORKER, worker).stdin
-        with contextlib.suppress(BrokenPipeError):  # it has died already; the next check says so
+        with contextlib.suppress(BrokenPipeError):  # it has died already, which the next check reports
             pipe.write(json.dumps(task.describe()) + "\n")
             pipe.flush()
 
     def _lose(self, worker: int, code: int) -> None:
-        if told := error_told(self.supervisor.process(WORKER, worker)):
-            raise (NonFiniteGradient if told["kind"] == "NonFiniteGradient" else HocketError)(told["error"])
+        if failure := reported_error(self.supervisor.process(WORKER, worker)):
+            raise (NonFiniteGradient if failure["kind"] == "NonFiniteGradient" else HocketError)(failure["error"])
         how = how_ended(code)
         self.dead.add(worker)
         self._worker_gone(worker)
@@ -283,7 +283,7 @@ class SupervisedRun(ABC):
             self._kept.prepare()
 
     def _described(self) -> dict[str, Any]:
-        """run.json."""
+        """The content of run.json."""
         processes = sum(role.count for role in self.supervisor.roles.values())
         where = {"kind": "processes", "workers": self.settings.workers.count, "processes": processes}
         where |= {"device": str(self.device), "backend": "zeromq", "step_s": None}

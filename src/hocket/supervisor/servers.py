@@ -9,7 +9,7 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-from hocket.drivers.processes import SHARD, Role, error_told, say
+from hocket.drivers.processes import SHARD, Role, reported_error, say
 from hocket.drivers.server_runtime import Observer
 from hocket.drivers.start import address_of, start_shard
 from hocket.errors import HocketError
@@ -57,7 +57,7 @@ class ServerRun(SupervisedRun):
         return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, stays=True, record=record, **kept)
 
     def _bind(self, place: int) -> str:
-        """Where a shard listens."""
+        """The address at which a shard listens."""
         return self.machines.bind(self.machines.of_shard(place))
 
     def _worker_gone(self, worker: int) -> None:
@@ -79,8 +79,8 @@ class ServerRun(SupervisedRun):
         heard.clear()
 
     def _restart_shard(self, place: int) -> None:
-        if told := error_told(self.supervisor.process(SHARD, place)):
-            raise HocketError(told["error"])
+        if failure := reported_error(self.supervisor.process(SHARD, place)):
+            raise HocketError(failure["error"])
         self.supervisor.restart(SHARD, place)
         fresh = self.supervisor.process(SHARD, place)
         try:
@@ -93,7 +93,7 @@ class ServerRun(SupervisedRun):
         say(f"shard {place} died and is back from {found}")
 
     def _train(self, watch: Watch, on_epoch: OnEpoch) -> None:
-        self.supervisor.start(SHARD)  # all at once: what takes long is importing torch
+        self.supervisor.start(SHARD)  # all at once, since importing torch takes long
         self.supervisor.start(WORKER)
         self.addresses = [address_of(self.supervisor.process(SHARD, place)) for place in range(self.slices.shards)]
         for worker in range(self.settings.workers.count):
@@ -116,7 +116,7 @@ class ServerRun(SupervisedRun):
                 gap_s, looked = time.monotonic() - looked, time.monotonic()
                 self._look(observer, epoch, gap_s, watch)
             if not ended:
-                if again or over:  # with all workers gone there is only what there is
+                if again or over:  # with all workers gone no better weights will come
                     observer.begin(program.fetch, epoch, waits=bool(again))
                 continue
             if program.found is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.machines import Machines
-from hocket.drivers.processes import MAX_RESTARTS, Role, Supervisor, error_told, how_ended, say
+from hocket.drivers.processes import MAX_RESTARTS, Role, Supervisor, how_ended, reported_error, say
 from hocket.drivers.ray_cluster import RayMachines
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.train.checkpoints import LEAST_KEPT, Checkpoints
@@ -43,7 +43,7 @@ def run_together(machines: RayMachines, command: Sequence[str], out: Path | None
 
 
 def _run_once(machines: RayMachines, command: Sequence[str]) -> None:
-    """To the end; raises the error of the process that failed first."""
+    """Run the processes to their end; raises the error of the process that failed first."""
     port = machines.free_port()
 
     def start(rank: int, incarnation: int) -> Any:
@@ -55,7 +55,7 @@ def _run_once(machines: RayMachines, command: Sequence[str]) -> None:
 
 
 def _watch(supervisor: Supervisor) -> None:
-    """Until all workers have ended; what the first one writes is shown."""
+    """Wait until all workers have ended; show the output of the first one."""
     first, shown = supervisor.process(WORKER, 0), 0
     while True:
         codes = supervisor.codes(WORKER).values()
@@ -75,10 +75,10 @@ def _raise_first(supervisor: Supervisor) -> None:
         time.sleep(_LOOK_S)
     died = {rank: code for rank, code in supervisor.ended(WORKER).items() if code}
     for rank in died:
-        told = error_told(supervisor.process(WORKER, rank))
-        if told is not None and told["kind"] != "WorkerLost":
-            raise (NonFiniteGradient if told["kind"] == "NonFiniteGradient" else HocketError)(told["error"])
-    rank, code = min(died.items(), key=lambda item: item[1])  # one that was killed says more than those that miss it
+        failure = reported_error(supervisor.process(WORKER, rank))
+        if failure is not None and failure["kind"] != "WorkerLost":
+            raise (NonFiniteGradient if failure["kind"] == "NonFiniteGradient" else HocketError)(failure["error"])
+    rank, code = min(died.items(), key=lambda item: item[1])  # a killed process is the cause; those that lost it are not
     raise WorkerLost(f"Worker {rank} {how_ended(code)}, and the others were ended.", rank)
 
 
@@ -99,7 +99,7 @@ def environ_of(machines: Machines, rank: int, port: int) -> dict[str, str]:
 
 
 def _again(command: list[str], out: Path) -> list[str]:
-    """The command of a run that goes on from its newest checkpoint; where there is none, what it has written is removed."""
+    """The command that resumes a run from its newest checkpoint; where there is none, remove the run's files and start anew."""
     with Checkpoints(out / CHECKPOINTS, VirtualCluster(1), LEAST_KEPT, say) as kept:
         found = kept.newest() is not None
     if not found and "--resume" not in command:

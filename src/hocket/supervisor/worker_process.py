@@ -17,13 +17,13 @@ from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 
 def main() -> None:
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor hears it and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor gets the signal and ends this process
     sys.path.insert(0, os.getcwd())  # for module:factory
-    warnings.simplefilter("ignore")  # the supervisor says it once
+    warnings.simplefilter("ignore")  # the supervisor prints it once
     from hocket.train.async_worker import read_worker_task, work
 
     # What a model or a data set prints goes where people read; the pipe is for the one line that tells what went wrong.
-    told = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     line = sys.stdin.readline()
     if not line:
@@ -32,7 +32,7 @@ def main() -> None:
     try:
         work(read_worker_task(json.loads(line)))
     except (HocketError, NonFiniteGradient, WorkerLost) as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__}), file=told, flush=True)
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), file=output, flush=True)
         quit_at_once(2)
     quit_at_once(0)
 

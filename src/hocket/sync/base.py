@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hocket.compression.base import Compressor
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, is_whole, nearest
 from hocket.topology.base import Topology
 
 
@@ -102,7 +102,7 @@ class Sync(ABC):
 
     @property
     def push_quorum(self) -> int:
-        """With servers: of how many workers an update takes pushes, where workers do not wait for each other."""
+        """With servers and workers that do not wait for each other: how many workers' pushes make one update."""
         return 1
 
     def meets(self, steps: int, seconds: float) -> bool:
@@ -115,7 +115,8 @@ class Sync(ABC):
 
     @property
     def outer_step(self) -> Sync | None:
-        """With ``averages_weights``: whose ``factors`` and ``apply`` make new weights; None: they are the mean, by steps."""
+        """With ``averages_weights``: the synchronisation whose ``factors`` and ``apply`` make the new weights; None: the mean,
+        weighted by steps."""
         return None
 
     def server_action(self, step: int) -> ServerAction:
@@ -128,7 +129,7 @@ class Sync(ABC):
         return 1
 
     def expected_period(self, step_s: float) -> int:
-        """The same where it depends on what a step takes."""
+        """The expected steps between exchanges where they depend on the seconds of a step."""
         return self.period
 
     @property
@@ -267,7 +268,7 @@ class Asynchronous(Sync):
 
 @dataclass(frozen=True)
 class Meeting(Asynchronous):
-    """Base of those under which workers step independently, and now and then all average their weights."""
+    """Base of the synchronisations under which workers step independently, and now and then all average their weights."""
 
     default_weights: ClassVar[bool] = True
     only_weights: ClassVar[bool] = True
@@ -316,11 +317,11 @@ def compensation(kind: object, strength: object, name: str) -> None:
 
 def whole(value: object, name: str, argument: str, least: int = 1) -> None:
     """Refuse anything but a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be a whole number of at least {least}.")
 
 
 def number(value: object, name: str, argument: str, low: float, high: float) -> None:
     """Refuse anything but a number in [low, high)."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value < high:
+    if not is_number(value) or not low <= value < high:
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be a number in [{low:g}, {high:g}).")

@@ -15,7 +15,7 @@ SHARE, LEAST, LIMIT = 0.02, 10, 10.0
 
 
 def init_guard(norms: Tensor) -> dict[str, Tensor]:
-    """Nothing seen yet; rows are equal, since every worker knows the norms of all."""
+    """The state before the first norm; rows are equal, since every worker knows the norms of all."""
     return {"seen": torch.zeros_like(norms), "mean": torch.zeros_like(norms), "square": torch.zeros_like(norms)}
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, ordered_mean, there
-from hocket.compression.base import Codec, Compressor, Context, Heard, State
+from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.feedback import mean_with_feedback, with_feedback, with_residual
 from hocket.compression.kernels import native_kernels
 from hocket.compression.sign import Sign
@@ -66,7 +66,7 @@ class AllReduceChannel(Channel):
     def mean_later(self, rows: Tensor, context: Context) -> Any:
         return self.cluster.mean_later(rows, self.subgroups)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         size = rows.shape[1]
         subgroups, cluster = self.subgroups, self.cluster
         width = -(-size // subgroups.size)
@@ -94,9 +94,9 @@ class AllReduceChannel(Channel):
             message, remembered["owner"] = second.encode(owned, second_keys, state.get("owner", {}), context)
         _, position = cluster.groups_here(subgroups)
         shared = second.decode(cluster.all_gather_flagged(message, subgroups, usual), width, context)
-        heard = _gather(shared, subgroups.size, codec.global_selection)[:, :size]
+        mixed = _gather(shared, subgroups.size, codec.global_selection)[:, :size]
         # Of one group all rows are the same: no copies of a whole model.
-        return Heard(heard.expand(len(rows), -1) if len(heard) == 1 else heard[there(position, shared)], sent, remembered)
+        return Mixed(mixed.expand(len(rows), -1) if len(mixed) == 1 else mixed[there(position, shared)], sent, remembered)
 
     def _usual_bytes(self, codec: Codec, width: int, context: Context) -> int:
         """The bytes to be expected of a slice whose message varies in size: the same on all workers."""
@@ -151,12 +151,12 @@ class AllReduceChannel(Channel):
         self.price(compressor, rows)
         reference, inner = state["reference"], state.get("inner", {})
         if context.residual_stays:
-            heard, sent, inner = compressor.mean(narrowed(rows - reference), self, inner, context)
-            return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
-        heard, _, inner = mean_with_feedback(compressor, narrowed(rows - reference), self, inner, context)
-        # What EF21 has heard is also its state; elsewhere it is new, and nobody else reads it, but several rows may be one.
-        new = compressor.codec is not None and not compressor.sends_differences and heard.dtype == reference.dtype
-        mixed = heard.add_(reference) if new and len(heard) == 1 else reference + heard
+            mixed, sent, inner = compressor.mean(narrowed(rows - reference), self, inner, context)
+            return rows + (mixed - sent), {"reference": reference + mixed, "inner": inner}
+        change, _, inner = mean_with_feedback(compressor, narrowed(rows - reference), self, inner, context)
+        # The sum that EF21 keeps is also its state; elsewhere it is new, and nobody else reads it, but several rows may be one.
+        new = compressor.codec is not None and not compressor.sends_differences and change.dtype == reference.dtype
+        mixed = change.add_(reference) if new and len(change) == 1 else reference + change
         return mixed, {"reference": mixed, "inner": inner}  # shared: nobody writes into either
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:

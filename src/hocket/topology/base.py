@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
-from hocket.compression.base import Codec, Compressor, Context, Heard, State
+from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.feedback import mean_with_feedback, with_residual
 
 
@@ -111,7 +111,7 @@ class Channel(ABC):
         """Plain mixing (may work in place)."""
 
     @abstractmethod
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         """Mixing of coded rows; a worker's own value enters as the others decode it."""
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
@@ -131,8 +131,8 @@ class Channel(ABC):
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         """Mix gradients through a compressor, with its error feedback."""
         self.price(compressor, rows)
-        heard, _, state = mean_with_feedback(compressor, rows, self, state, context)
-        return heard, state
+        mixed, _, state = mean_with_feedback(compressor, rows, self, state, context)
+        return mixed, state
 
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         """Mix gradients, and all that error feedback has held back of earlier ones, without compression."""

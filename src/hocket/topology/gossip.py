@@ -23,10 +23,10 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message
-from hocket.compression.base import Codec, Compressor, Context, Heard, State
+from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, nearest
 from hocket.noise import bits, fold
 from hocket.topology.base import Channel, Topology, narrowed
 
@@ -61,9 +61,7 @@ class Gossip(Topology):
             raise HocketError(
                 f"gossip({self.kind}): unknown kind{nearest(str(self.kind), _ALL) or '.'} Use one of {', '.join(_ALL)}."
             )
-        if self.step is not None and (
-            not isinstance(self.step, (int, float)) or isinstance(self.step, bool) or not 0 < self.step <= 1
-        ):
+        if self.step is not None and (not is_number(self.step) or not 0 < self.step <= 1):
             raise HocketError(f"gossip(step={self.step!r}): the step must lie in (0, 1], such as 0.4.")
         if self.matrix is not None:
             object.__setattr__(self, "matrix", _frozen(self.matrix))
@@ -183,16 +181,16 @@ class GossipChannel(Channel):
         if self.cluster.clock is not None:
             self.cluster.code(["gossip"], rows.shape[1])
         table = self.partners(context.exchange)
-        heard = self.cluster.neighbor_exchange(Message((rows,)), table.sources).parts[0]
-        return _mixed(rows, heard.view(-1, *rows.shape), table).to(rows.dtype)
+        received = self.cluster.neighbor_exchange(Message((rows,)), table.sources).parts[0]
+        return _mixed(rows, received.view(-1, *rows.shape), table).to(rows.dtype)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         size = rows.shape[1]
         table = self.partners(context.exchange)
         message, state = codec.encode(rows, context.keys(1, device=rows.device), state, context)
         sent = codec.decode(message, size, context)
-        heard = codec.decode(self.cluster.neighbor_exchange(message, table.sources), size, context)
-        return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, state)
+        received = codec.decode(self.cluster.neighbor_exchange(message, table.sources), size, context)
+        return Mixed(_mixed(sent, received.view(-1, *rows.shape), table), sent, state)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if not compressor.compresses:
@@ -210,22 +208,22 @@ class GossipChannel(Channel):
         message, codec_memory = codec.encode(narrowed(rows - old["own"]), keys, old["codec"], context)
         own = old["own"] + codec.decode(message, size, context)
         news = self.cluster.neighbor_exchange(message, table.sources)
-        heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)
+        received = old["heard"] + codec.decode(news, size, context).view(slots, count, size)
         step = self.spec.step or compressor.consensus_step(size, context)
         mixed = rows.clone()
         for slot in range(slots):
-            mixed += step * table.shares[slot] * (heard[slot] - own)
-        return mixed, {**state, entry: {"own": own, "heard": heard, "codec": codec_memory}}
+            mixed += step * table.shares[slot] * (received[slot] - own)
+        return mixed, {**state, entry: {"own": own, "heard": received, "codec": codec_memory}}
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         return {} if not compressor.compresses else {"start": rows.clone()}
 
 
-def _mixed(own: Tensor, heard: Tensor, table: Partners) -> Tensor:
+def _mixed(own: Tensor, received: Tensor, table: Partners) -> Tensor:
     """The weighted sum of a worker's own value and the received ones, in slot order."""
     total = own * table.own
-    for slot in range(heard.shape[0]):
-        total += heard[slot] * table.shares[slot]
+    for slot in range(received.shape[0]):
+        total += received[slot] * table.shares[slot]
     return total
 
 

@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, there
-from hocket.compression.base import Codec, Compressor, Context, Heard, State
+from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.none import NoCompression
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.topology.allreduce import AllReduce
 from hocket.topology.base import Channel, Topology, without_shapes
 from hocket.topology.gossip import Gossip
@@ -45,7 +45,7 @@ class Hierarchical(Topology):
                     "hierarchical(allreduce, gossip)."
                 )
         for value, which in ((self.size, "size"), (self.every, "every")):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not is_whole(value):
                 raise HocketError(f"hierarchical({which}={value!r}): {which} must be a whole number of at least 1.")
 
     @property
@@ -97,7 +97,7 @@ class HierarchicalChannel(Channel):
         mixed, _ = self._through(NoCompression(), rows, {}, context, weights=False)
         return mixed
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         raise AssertionError("hierarchical channels compress on the outer links only; call gradients() or weights()")
 
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
@@ -157,7 +157,7 @@ class HierarchicalChannel(Channel):
         return without_shapes(context) if self.sliced else context
 
     def _width(self, size: int) -> int:
-        """Of what a worker exchanges with other hosts."""
+        """The number of values that a worker exchanges with other hosts."""
         return -(-size // self.size) if self.sliced else size
 
     def _slice(self, rows: Tensor) -> Tensor:

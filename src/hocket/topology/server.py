@@ -17,9 +17,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
-from hocket.compression.base import Codec, Compressor, Context, Heard, State
+from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.lowrank import LowRank
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, is_whole, nearest
 from hocket.topology.base import Channel, Topology
 
 ROLES = ("optimize", "sum")
@@ -39,8 +39,8 @@ class SumChannel(Channel):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         return self.cluster.reduce_on_servers(self.servers, rows)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
-        raise HocketError("Servers with role=sum cannot sum compressed rows.")  # refused when the strategy was built
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
+        raise HocketError("Servers with role=sum cannot sum compressed rows; leave the compression out.")  # refused by refusal()
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self.mean(rows, context), state
@@ -60,7 +60,7 @@ class Server(Topology):
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
+        if not is_whole(self.shards):
             raise HocketError(f"server(shards={self.shards!r}): shards must be a whole number, at least one shard.")
         for value, known, what in ((self.role, ROLES, "role"), (self.fetch, FETCHES, "fetch")):
             if value not in known:
@@ -69,7 +69,7 @@ class Server(Topology):
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             hint = nearest(str(self.optimizer), OPTIMIZERS) or "."
             raise HocketError(f"server(optimizer={self.optimizer!r}): unknown{hint} Use one of {', '.join(OPTIMIZERS)}.")
-        if not isinstance(self.lr, (int, float)) or isinstance(self.lr, bool) or not 0 < self.lr < float("inf"):
+        if not is_number(self.lr) or not 0 < self.lr < float("inf"):
             raise HocketError(f"server(lr={self.lr!r}): the factor on the worker's learning rate must be a number above 0.")
         if self.role == "sum" and (self.optimizer is not None or self.lr != 1 or self.fetch != "fp32"):
             raise HocketError("server(role=sum): such servers have no optimiser and no weights; leave optimizer=, lr=, fetch= out.")
@@ -110,7 +110,7 @@ class Server(Topology):
             raise HocketError("server(…) serves all workers at once; it cannot be part of a hierarchical topology.")
         if self.shards > cluster.size:
             raise HocketError(
-                f"server({self.shards}, role=sum): so many servers would have nothing to sum; "
+                f"server({self.shards}, role=sum): some servers would have nothing to sum; "
                 f"use at most one per worker, {cluster.size}."
             )
         return SumChannel(cluster, subgroups, self.shards)

@@ -36,9 +36,9 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 
 def with_exchange(strategy: Strategy, optimizer: Optimizer, sharded: bool = False, tell: bool = True) -> Strategy:
-    """The strategy with what it exchanges under this optimiser: a code with error feedback that names no exchange sends updates
-    under an adaptive one, and momentum under 1-bit Adam. ``sharded``: a worker has a part of the optimiser's state, so that it
-    cannot step alone. ``tell``: say what was chosen, and warn where coded gradients are known to hurt.
+    """The strategy with what it exchanges under this optimiser: under an adaptive one a compression with error feedback and
+    without ``exchange=`` sends updates, under 1-bit Adam momentum. ``sharded``: a worker has a part of the optimiser's state, so
+    that it cannot step alone. ``tell``: say what was chosen, and warn where compressed gradients are known to hurt.
     """
     if strategy.exchange == "momentum" and not isinstance(optimizer, OneBitAdam):
         raise HocketError(
@@ -58,7 +58,7 @@ def with_exchange(strategy: Strategy, optimizer: Optimizer, sharded: bool = Fals
     chosen = possible and not sharded and strategy.exchange is None
     if tell and chosen:
         warnings.warn(
-            f"{code} under {who}: workers exchange their {better} (exchange={better}), since coded gradients ruin its second "
+            f"{code} under {who}: workers exchange their {better} (exchange={better}), since compressed gradients ruin its second "
             f"moment ({FIGURES}); write exchange=gradients to have them all the same.",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""How the workers of ``parallelize`` that send messages find their shards, or each other.
+"""How workers of ``parallelize`` that send messages find their shards, or each other.
 
 The id of the job and the addresses travel through torch.distributed's store. All on one machine listen on loopback; across machines
 (or containers with networks of their own) they listen on the address that reaches the first one, and want keys.
@@ -42,7 +42,7 @@ class Servers:
     children: Supervisor | None = None
 
     def see_off(self) -> None:
-        """End, once this worker has left: others may still need our shards, so wait until they have left too."""
+        """End the shards of this process: wait until all other workers have left them too."""
         if self.children is None:
             return
         try:
@@ -52,7 +52,7 @@ class Servers:
 
 
 def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
-    """A store for what the processes of one more job tell each other (None where there is one process), its id, where to listen."""
+    """A store for the processes of one more job (None where there is one process), the job's id, and where to listen."""
     global _started
     _started += 1
     if not cluster.has_process_group:
@@ -67,7 +67,7 @@ def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
 
 
 def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float) -> Servers:
-    """Start this process's share of the shards and learn of the others'; all processes of the cluster must call it."""
+    """Start this process's share of the shards and exchange addresses; all processes of the cluster must call it."""
     shards = strategy.topology.num_shards(cluster.size)
     rank, processes = cluster.rank, cluster.processes
     store, job, bind = common_ground(cluster)
@@ -79,15 +79,15 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
 
     children = Supervisor([Role(SHARD, len(own), start, ends_with_input=True)])
     children.start(SHARD)
-    told: dict[int, str] = {}
+    started: dict[int, str] = {}
     for number, place in enumerate(own):
         try:
-            told[place] = address_of(children.process(SHARD, number))
+            started[place] = address_of(children.process(SHARD, number))
         except HocketError as error:
-            told[place] = f"!{error}"
+            started[place] = f"!{error}"
         if store is not None:
-            store.set(f"shard/{place}", told[place])
-    addresses = [told[p] if p in told else store.get(f"shard/{p}").decode() for p in range(shards)]
+            store.set(f"shard/{place}", started[place])
+    addresses = [started[p] if p in started else store.get(f"shard/{p}").decode() for p in range(shards)]
     for address in addresses:
         if address.startswith("!"):
             raise HocketError(address[1:])
@@ -105,7 +105,7 @@ def connect_peers(
     def exchange_addresses(address: str) -> list[str | None]:
         store.set(f"peer/{worker}", address)
         addresses: list[str | None] = [store.get(f"peer/{other}").decode() for other in range(world)]
-        cluster.stop_heartbeat()  # from here on no worker waits for the others, nor ends with them
+        cluster.stop_heartbeat()  # from here on workers do not wait for each other, nor end together
         return addresses
 
     config = PeerConfig(worker, world, strategy.topology.partner_rule, seed, liveness_timeout_s)

@@ -37,7 +37,7 @@ from hocket.transport import Keys
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Where a worker stands, as plain data: what whoever starts it tells it."""
+    """A worker's task as plain data, which the process that starts it sends."""
 
     settings: dict[str, Any]
     worker: int
@@ -73,7 +73,7 @@ def batch_sequence(settings: RunSettings, data: DataSet, epochs_done: int = 0) -
 
 
 def work(task: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
-    """Train until there is no mini-batch left, and leave; ``connect`` makes another link than one of sockets."""
+    """Train until there is no mini-batch left, and leave; ``connect`` makes the link, by default one of sockets."""
     settings = RunSettings.of(**task.settings)
     device = torch.device(task.device)
     data = load(settings.data.name, None if task.data_dir is None else Path(task.data_dir))
@@ -116,7 +116,7 @@ def work(task: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
 
 
 def _state_writer(task: WorkerTask, job: Job, link: WorkerRuntime) -> Callable[[int], None]:
-    """Is told how many epochs this worker has done, and writes its state after each where the run keeps that."""
+    """A function to call with the number of epochs done, which writes this worker's state where the run keeps it."""
     if task.states is None:
         return lambda done: None
     return StateWriter(StateFiles(Path(task.states), task.run), job, link, task.epochs_done).look
@@ -130,7 +130,7 @@ def _enter(
     sequence: BatchSequence,
     connect: Callable[[WorkerConfig | PeerConfig], Any] | None,
 ) -> tuple[Job, WorkerRuntime]:
-    """A job of this worker, and its link to servers or peers."""
+    """Make this worker's job and its link to servers or peers."""
     strategy, numerics = settings.strategy, settings.numerics
 
     def connect_peer(layout: Layout) -> GossipRuntime:
@@ -199,9 +199,9 @@ def _next(job: Job, link: WorkerRuntime, worker: int, sequence: BatchSequence) -
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 
-def read_worker_task(told: Any) -> WorkerTask:
+def read_worker_task(fields: Any) -> WorkerTask:
     """From :meth:`WorkerTask.describe`."""
     try:
-        return WorkerTask(**told)
+        return WorkerTask(**fields)
     except TypeError:
-        raise HocketError(f"Invalid worker configuration from the launcher: {str(told)[:200]}.") from None
+        raise HocketError(f"Invalid worker configuration from the launcher: {str(fields)[:200]}.") from None

@@ -69,7 +69,7 @@ class Audit:
         self._handles = [binding.optimizer.register_step_pre_hook(lambda *_: self._before_step())]
 
     def follow(self) -> Audit:
-        """See steps after the job's own hook; call it when that is in place."""
+        """Check weights after each step; call this after the job has set its own hook."""
         self._handles.append(self.binding.optimizer.register_step_post_hook(lambda *_: self._after_step()))
         return self
 
@@ -79,7 +79,7 @@ class Audit:
         self._record(what, torch.zeros_like(self._before))
 
     def remove(self) -> None:
-        """Look at the last records and end."""
+        """Compare the last records and end the audit."""
         for handle in self._handles:
             handle.remove()
         self.runtime.cluster.on_submit = None

@@ -30,7 +30,7 @@ _DIGITS = 6
 
 
 def check_balance(balance: str, strategy: Strategy | None = None, partition: str = IID) -> None:
-    """Refuse a name that there is not, and shares or samples of a worker's own where workers do not go in step."""
+    """Refuse unknown names, and balance or partition where workers do not step together."""
     if partition != IID and strategy is not None and strategy.runtime != "collective":
         text = f"<partition> with {strategy}: its workers take mini-batches one by one, whoever is ready; use iid."
         raise SettingError(text, partition=partition)
@@ -46,7 +46,7 @@ def check_balance(balance: str, strategy: Strategy | None = None, partition: str
 
 
 def check_speeds(cluster: Cluster) -> None:
-    """Refuse workers whose speeds cannot be told."""
+    """Refuse workers whose speeds cannot be measured."""
     if cluster.clock is None and not (cluster.ledger.timed and cluster.rows == 1):
         raise SettingError(
             "<balance:speed> needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each "
@@ -60,7 +60,7 @@ def by_speed(shares: Sequence[int], samples: Sequence[int], seconds: Sequence[fl
     >>> by_speed([100, 100], samples=[1000, 1000], seconds=[2.0, 6.0])
     [150, 50]
     """
-    if not seconds or min(seconds) <= 0:  # too short to be told
+    if not seconds or min(seconds) <= 0:  # too short to be measured
         return list(shares)
     speeds = [count / took for count, took in zip(samples, seconds, strict=True)]
     fastest, least = max(speeds), 10.0**-_DIGITS

@@ -50,7 +50,8 @@ Note = Callable[[str], None]
 
 
 class SharedAgreement(Protocol):
-    """What processes that share a folder tell the first of them (:class:`~hocket.train.elastic_checkpoints.FolderAgreement`)."""
+    """How processes that share a folder report to the first of them
+    (:class:`~hocket.train.elastic_checkpoints.FolderAgreement`)."""
 
     shared: bool
     silent: str
@@ -86,19 +87,19 @@ class Generation:
 
     @classmethod
     def read(cls, folder: Path) -> Generation:
-        """ValueError in one clause where there is no manifest, or a damaged one."""
+        """Read the manifest; ValueError with a clause where it is missing or damaged."""
         try:
             manifest = unsealed_json((folder / MANIFEST).read_bytes())
             files, facts = manifest["files"], manifest["facts"]
             numbers = [facts[name] for name in ("step", "epoch", "workers", "processes")]
             if not all(isinstance(number, int) for number in numbers) or not isinstance(facts["run"], dict):
-                raise TypeError("its facts are of another kind")
+                raise TypeError("its facts have wrong types")
             if min(numbers) < 0 or not 0 < facts["workers"] <= _MOST or not 0 < facts["processes"] <= _MOST:
-                raise ValueError("its facts are none")
+                raise ValueError("its facts are out of range")
             if not all(isinstance(length, int) and isinstance(check, int) for length, check in files.values()):
-                raise TypeError("its files are of another kind")
+                raise TypeError("its files have wrong types")
         except FileNotFoundError:
-            raise ValueError("was never finished") from None
+            raise ValueError("was not finished") from None
         except OSError as error:
             raise ValueError(f"cannot be read ({error.strerror})") from None
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -106,7 +107,7 @@ class Generation:
         return cls(folder, manifest)
 
     def content(self, name: str) -> bytes:
-        """The bytes of a file; ValueError in one clause where it is missing, or not what was sealed."""
+        """The bytes of a file; ValueError with a clause where it is missing or damaged."""
         if name not in self.manifest["files"]:
             raise ValueError(f"has no {name}")
         length, check = self.manifest["files"][name]
@@ -117,11 +118,11 @@ class Generation:
         if len(found) != length:
             raise ValueError(f"has a damaged {name} ({len(found)} bytes, not {length})")
         if zlib.crc32(found) != check:
-            raise ValueError(f"has a damaged {name} (its checksum is another)")
+            raise ValueError(f"has a damaged {name} (its checksum does not match)")
         return found
 
     def load(self, name: str) -> dict[str, Any]:
-        """The state in a file; ValueError in one clause."""
+        """The state in a file; ValueError with a clause where it cannot be read."""
         state = read_state(self.content(name))
         if not isinstance(state, dict):
             raise ValueError(f"has a {name} of another structure")
@@ -131,7 +132,7 @@ class Generation:
 class Checkpoints:
     """The generations in ``folder`` as one process of ``cluster`` writes and reads them; all processes must make it together.
 
-    ``note`` is told, on the first process, what people should know.
+    ``note`` is called, on the first process, with remarks for people.
     """
 
     def __init__(self, folder: Path, cluster: Cluster, keep: int = LEAST_KEPT, note: Note = lambda _: None) -> None:
@@ -189,16 +190,16 @@ class Checkpoints:
                 yield Generation.read(self.folder / str(number))
 
     def _common(self, needed: Callable[[Generation], list[str]]) -> Iterator[tuple[int, str | None]]:
-        """All generations that some process has, newest first, each with what is wrong with it on some process."""
+        """All generations that some process has, newest first, each with its first problem on any process."""
         own = {number: _problem(self.folder / str(number), needed) for number in self._numbers()}
         everyone = self._agreement.gather("generations", json.dumps(own), _TOGETHER_S)
         if None in everyone:
             raise HocketError(f"Process {everyone.index(None)} has not said which checkpoints it has; see its own output.")
-        told = [json.loads(text) for text in everyone if text is not None]
-        numbers = sorted({int(number) for had in told for number in had})
-        problems = {n: [had.get(str(n), "has none of it") for had in told] for n in numbers}
+        found = [json.loads(text) for text in everyone if text is not None]
+        numbers = sorted({int(number) for had in found for number in had})
+        problems = {n: [had.get(str(n), "has none of it") for had in found] for n in numbers}
         self._good = [n for n in numbers if not any(problems[n])]
-        self._next = max([0, *numbers]) + 1  # a number is never used twice: a generation that was passed over stays so
+        self._next = max([0, *numbers]) + 1  # a number is never used twice, so a rejected generation stays rejected
         for number in reversed(numbers):
             yield number, _named(problems[number])
 
@@ -241,10 +242,10 @@ class Checkpoints:
         shared = self._agreement.shared
         if shared and self.process > 0:
             return  # the first process seals it
-        told = [_told(text) or (self._agreement.silent, {}) for text in everyone]
-        problem = _named([said or "" for said, _ in told])
+        reports = [_report_of(text) or (self._agreement.silent, {}) for text in everyone]
+        problem = _named([text or "" for text, _ in reports])
         if problem is None:
-            manifest = {"files": {name: entry for _, own in told for name, entry in sorted(own.items())}, "facts": facts}
+            manifest = {"files": {name: entry for _, own in reports for name, entry in sorted(own.items())}, "facts": facts}
             write = lambda: write_whole(folder / MANIFEST, sealed_json(manifest), f"-{self.process}")  # noqa: E731
             problem = _attempt(write) if shared else self._agreed(f"sealed {number}", _attempt(write))
         if problem is None:
@@ -290,8 +291,8 @@ def _write_files(folder: Path, states: Mapping[str, Any]) -> dict[str, tuple[int
     return found
 
 
-def _told(text: str | None) -> tuple[str | None, dict[str, Any]] | None:
-    """What a process says of the files that it has written: a problem, or length and checksum of each. None where it says none."""
+def _report_of(text: str | None) -> tuple[str | None, dict[str, Any]] | None:
+    """A process's report on its files: a problem, and the length and checksum of each; None where it sent no report."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         problem, files = json.loads(text or "")
         if isinstance(problem, str | None) and isinstance(files, dict):
@@ -300,20 +301,20 @@ def _told(text: str | None) -> tuple[str | None, dict[str, Any]] | None:
 
 
 def _problem(folder: Path, needed: Callable[[Generation], list[str]]) -> str:
-    """What is wrong with a generation as this process finds it; empty where nothing is."""
+    """The problem of a generation on this process; empty where it is whole."""
     try:
         generation = Generation.read(folder)
         for name in needed(generation):
             generation.content(name)
     except ValueError as error:
         return str(error)
-    except Exception as error:  # its facts are those of another version, or made up
+    except Exception as error:  # its facts are of another version, or damaged
         return f"has facts that do not fit ({type(error).__name__})"
     return ""
 
 
 def _attempt(work: Callable[[], Any]) -> str | None:
-    """Do it; in one clause what went wrong."""
+    """Call ``work``; returns a clause on what went wrong, or None."""
     try:
         work()
     except CannotWrite as error:
@@ -322,7 +323,7 @@ def _attempt(work: Callable[[], Any]) -> str | None:
         return f"cannot write ({error.strerror})"
     except HocketError as error:
         return f"does not fit: {str(error).rstrip('.')}"
-    except Exception as error:  # states come from files: whatever they do not fit, the generation before may
+    except Exception as error:  # any error: the state does not fit, and the generation before may
         return f"does not fit ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'})"
     return None
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
-from hocket.errors import HocketError, bytes_text
+from hocket.errors import HocketError, bytes_text, is_whole
 from hocket.notation import write
 from hocket.optim import moment_name
 from hocket.split.offload import refuse_offloaded
@@ -63,7 +63,7 @@ def check_job(
     nonfinite: str,
     clip: float | None = None,
 ) -> None:
-    """Refuse what cannot work, in one sentence each."""
+    """Refuse jobs that cannot work, each with a sentence."""
     if not isinstance(model, nn.Module):
         raise HocketError(f"parallelize needs an nn.Module, got {type(model).__name__}.")
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
@@ -75,7 +75,7 @@ def check_job(
         raise HocketError(
             "LBFGS calls its closure a different number of times on each worker, which would hang; use a first-order optimiser."
         )
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if not is_whole(accumulate):
         raise HocketError(
             f"accumulate={accumulate!r}: the number of backward passes per step must be a whole number of at least 1."
         )
@@ -88,7 +88,7 @@ def check_job(
 
 
 def refuse_prediction(strategy: Strategy, *, split: bool, scaled: bool, elastic: bool) -> None:
-    """Refuse a strategy that takes updates back where that cannot work."""
+    """Refuse a strategy that undoes updates where that cannot work."""
     if not strategy.sync.predicts:
         return
     name = strategy.sync.name
@@ -103,10 +103,10 @@ def refuse_prediction(strategy: Strategy, *, split: bool, scaled: bool, elastic:
 
 
 def refuse_clip(strategy: Strategy, clip: float | None) -> None:
-    """Refuse to clip what is no gradient."""
+    """Refuse clipping where the optimiser receives signs."""
     if clip is not None and strategy.compression.gives_signs:
         raise HocketError(
-            f"clip={clip:g}: {strategy.compression.name} gives the optimiser signs, whose norm says nothing of the gradient's; "
+            f"clip={clip:g}: {strategy.compression.name} gives the optimiser signs, whose norm is not the gradient's; "
             "leave clip out."
         )
 
@@ -115,8 +115,7 @@ def refuse_momentum(optimizer: torch.optim.Optimizer, strategy: Strategy) -> Non
     """Refuse an optimiser with a momentum of its own (Adam's is its first beta) where the compression carries one."""
     if strategy.compression.carries_momentum and any(g.get("momentum", 0) or "betas" in g for g in optimizer.param_groups):
         raise HocketError(
-            f"{strategy.compression.name} carries the momentum itself, and {type(optimizer).__name__} has one, too: use "
-            "SGD(momentum=0)."
+            f"{strategy.compression.name} includes the momentum, and {type(optimizer).__name__} has one, too: use SGD(momentum=0)."
         )
 
 
@@ -130,7 +129,7 @@ FEWEST_SENDS = 2.0
 
 
 def mention_steps(strategy: Strategy, steps: int | None, workers: int) -> None:
-    """Warn where so many steps, if they are known, are few for the density; and of one worker whose strategy has the momentum."""
+    """Warn where the known number of steps is too low for the density, and where a single worker would train without momentum."""
     if workers == 1 and strategy.compression.carries_momentum:
         code = strategy.compression.name
         warnings.warn(
@@ -154,7 +153,7 @@ def mention_steps(strategy: Strategy, steps: int | None, workers: int) -> None:
 
 
 def _exchanges(strategy: Strategy, steps: int) -> int:
-    """In how many of the steps workers exchange, judged by the first ones."""
+    """How many of the steps have an exchange, extrapolated from the first ones."""
     if strategy.runtime != "collective":
         return steps // strategy.sync.period
     seen = min(steps, 10_000)
@@ -163,7 +162,7 @@ def _exchanges(strategy: Strategy, steps: int) -> int:
 
 
 def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
-    """Refuse gradients of parameters that were not there when the job was made."""
+    """Refuse gradients of parameters that were added or unfrozen after the job was made."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None and id(p) not in ours and p.numel():
@@ -236,7 +235,7 @@ def _line(kind: str, name: str, tensor: Tensor) -> str:
 
 
 def check_memory(layout: Layout, cluster: Cluster) -> None:
-    """Weights, gradients and one optimiser state must fit; the system would otherwise end the process without a word."""
+    """Weights, gradients and one optimiser state must fit; the system would otherwise kill the process without an error."""
     needed = 3 * cluster.rows * layout.bytes
     if cluster.device.type == "cuda":
         total = torch.cuda.get_device_properties(cluster.device).total_memory

@@ -16,7 +16,7 @@ _MEASURES |= {"loss": ("training loss", 1)}
 
 
 class Recorded(Protocol):
-    """What is needed of a run (:class:`hocket.Run`)."""
+    """The part of a run (:class:`hocket.Run`) that is shown."""
 
     metrics: list[dict[str, Any]]
     strategy: str
@@ -39,7 +39,7 @@ def table_of(run: Recorded) -> str:
 
 
 def _cells(name: str, last: dict[str, Any], lines: Sequence[dict[str, Any]], names: Sequence[str], timed: bool) -> list[str]:
-    """A row: how good the model is at the end of ``lines``, and what they took together."""
+    """A row: how good the model is after ``lines``, and their total cost."""
     good = ["–" if (value := last.get(n)) is None else f"{value:.1%}" if n == "accuracy" else f"{value:.4g}" for n in names]
     took, waited = (sum(line.get(part) or 0.0 for line in lines) for part in ("seconds", "wait_s"))
     seconds = [f"{took:.3g}", f"{waited / took:.0%}" if took else "–"] if timed else []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from hocket.cluster.elastic import ElasticCluster
@@ -17,39 +17,13 @@ from hocket.data.base import DataSet
 from hocket.data.elastic_stream import SampleStream
 from hocket.data.partition import Round
 from hocket.noise import step_keys
-from hocket.strategy import Strategy
-from hocket.train.checks import Factory
 from hocket.train.evaluate import Evaluation, Tally
-from hocket.train.job import Job
 from hocket.train.loop import Training, TrainingPlan, Watch
-from hocket.train.replicas import JobReplica, LiveReplica, Loss
+from hocket.train.replicas import LiveReplica, Loss
 from hocket.train.runtimes.elastic import ElasticRuntime
 from hocket.train.runtimes.elastic_replica import ReplicaRuntime
 from hocket.train.runtimes.elastic_view import Rejoined
 from hocket.train.split_replicas import MeshReplica
-from hocket.train.throttle import Throttle
-
-
-class ElasticReplica(LiveReplica):
-    """One worker with the whole model, in a group that changes."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Factory,
-        strategy: Strategy,
-        runtime: ElasticRuntime,
-        *,
-        clip: float | None = None,
-        autocast: torch.dtype | None = None,
-        slowdown: float = 1.0,
-        **options: Any,
-    ) -> None:
-        JobReplica.__init__(self, model, loss, optimizer, clip, autocast)
-        self._runtime = runtime
-        self._attach(Job(model, self.optimizer, strategy, runtime, **options))
-        self.cluster, self._throttle = runtime.cluster, Throttle(slowdown)
 
 
 class ElasticTraining(Training):

@@ -51,14 +51,14 @@ class BucketedGradients:
         self._pass: int | None = None
         self._exchanged_at = -1  # the number of steps done when gradients were exchanged last
         self._versions: list[int] = []  # of the rows after the exchange: whoever writes to a gradient changes them
-        self._late = self._changed = False  # whether it ever took part not before the step; whether the loop changes gradients
+        self._late = self._changed = False  # whether an exchange was ever late; whether the loop changes gradients
         self.overflow = False
         """Whether any worker's gradient of the last pass was not finite, as far as somebody looked."""
         self.done_at = 0.0
         """When the last backward pass had computed all gradients (``time.perf_counter``); exchanges may go on after it."""
 
     def hook(self) -> list[Any]:
-        """Hooks on all parameters; they can be removed."""
+        """Set a hook on every parameter; returns the handles."""
         handles: list[Any] = []
         for b, params in enumerate(self._binding.params):
             for s, p in enumerate(params):
@@ -68,14 +68,14 @@ class BucketedGradients:
         return handles
 
     def rows(self) -> list[Tensor]:
-        """They have been handed over already."""
+        """No rows: buckets were handed over during the backward pass."""
         return []
 
     def hide(self) -> None:
-        """The optimiser needs them."""
+        """Nothing to hide: the optimiser reads the mixed gradients."""
 
     def show(self) -> None:
-        """They were not hidden."""
+        """Nothing was hidden."""
 
     def exchange(self) -> None:
         """Exchange the gradients that are there, where this step exchanges any: they came without hooks, or from fewer backward
@@ -117,12 +117,12 @@ class BucketedGradients:
             )
 
     def begin_step(self) -> None:
-        """The step under way was interrupted; nothing of it was exchanged with those who make the next one."""
+        """Forget the step under way, which was interrupted: nothing of it was exchanged with the workers of the next one."""
         self._binding.backwards, self._exchanged_at, self._launched, self._sent, self._pass = 0, -1, 0, 0, None
         self._ready = [set() for _ in self._ready]
 
     def take_part(self) -> bool:
-        """Give zeros to the others if nothing of this step was exchanged, and there is nothing; whether it was so."""
+        """Exchange zeros if this step has neither exchanged anything nor computed a gradient; returns whether it did."""
         if self._binding.backwards or self._exchanged_at == self._runtime.step or not self._runtime.mixes_gradients:
             return False
         if any(p.grad is not None for p, _ in self._pairs()):
@@ -145,7 +145,8 @@ class BucketedGradients:
         self._take(bucket, slot, p)
 
     def _look_for_discarded(self) -> None:
-        """A pass begins after an exchange that no step used: was it discarded (``zero_grad()``), as in the loop of a GAN?"""
+        """A pass begins after an exchange that no step used: find out whether the loop discarded it (``zero_grad()``), as for a
+        GAN."""
         binding = self._binding
         if binding.backwards < binding.accumulate or self._runtime.linear or not self._runtime.mixes_gradients:
             return
@@ -248,7 +249,7 @@ class BucketedGradients:
         self._versions = [rows._version for rows in self._grads]
 
     def _fill_unused(self, bucket: int) -> None:
-        """Zeros for what was unused in this pass; an earlier one of the same step may have left something."""
+        """Fill parameters unused in this pass with zeros, or with what an earlier pass of the same step left."""
         for slot, (view, p) in enumerate(zip(self._views[bucket], self._binding.params[bucket], strict=True)):
             if slot in self._ready[bucket]:
                 continue
@@ -269,7 +270,7 @@ class BucketedGradients:
 
 
 class StepGradients:
-    """Gradients of ``binding``'s parameters when the optimiser is about to step."""
+    """Takes the gradients of ``binding``'s parameters when the optimiser is about to step."""
 
     done_at = 0.0
     overflow = False
@@ -288,10 +289,10 @@ class StepGradients:
         return gradient * self._binding.weight if self._binding.weight != 1.0 else gradient
 
     def exchange(self) -> None:
-        """They travel with the step."""
+        """Nothing to do: these gradients are exchanged in the step."""
 
     def exchange_late(self, closure: bool = False) -> None:
-        """They travel with the step."""
+        """Nothing to do: these gradients are exchanged in the step."""
 
     def rows(self) -> list[Tensor]:
         """This step's gradients as rows of their own: those that are sent must not be written to any more."""
@@ -310,13 +311,13 @@ class StepGradients:
         return fresh
 
     def hide(self) -> None:
-        """The worker's own optimiser finds no gradients, so it changes nothing."""
+        """Hide the gradients from the worker's own optimiser, so that it changes nothing."""
         self._hidden = [(p, p.grad) for params in self._binding.params for p in params]
         for p, _ in self._hidden:
             p.grad = None
 
     def show(self) -> None:
-        """Give them back."""
+        """Restore the hidden gradients."""
         for p, gradient in self._hidden:
             p.grad = gradient
         self._hidden = []

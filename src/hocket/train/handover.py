@@ -1,4 +1,4 @@
-"""What a worker that joins is given: the state of another one, as bytes; never pickle."""
+"""The state that a joining worker receives from another one, as bytes without pickle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN = ("error", "u", "v", "momentum", "inner", "sender", "owner")
 
 
 class Shared:
-    """Whatever has a state that a worker which joins must get, by name; of some the state comes before they are there."""
+    """The objects, by name, whose states a joining worker receives; a state may arrive before its object is added."""
 
     def __init__(self, **given: Stateful) -> None:
         self._given = dict(given)
@@ -41,7 +41,7 @@ class Shared:
         return list(self._given.values())
 
     def add(self, name: str, one: Stateful, then: Callable[[], None]) -> None:
-        """``then`` is called where its state had come before."""
+        """Add an object; ``then`` is called if its state had arrived before."""
         self._given[name] = one
         if name in self._unclaimed:
             one.load_state_dict(self._unclaimed.pop(name))
@@ -58,7 +58,7 @@ class Shared:
 
 
 def state_of(binding: Binding, program: CollectiveProgram, shared: Shared) -> dict[str, Any]:
-    """All that a worker has, at the end of a step."""
+    """The whole state of a worker at the end of a step."""
     return {
         "weights": binding.weights,
         "others": [t.detach() for t in _others(binding)],
@@ -69,7 +69,7 @@ def state_of(binding: Binding, program: CollectiveProgram, shared: Shared) -> di
 
 
 def load_state(binding: Binding, program: CollectiveProgram, shared: Shared, state: dict[str, Any]) -> None:
-    """Go on from another worker's state; what its code held back stays with that worker."""
+    """Take another worker's state, but not its residuals, which stay with that worker."""
     given = state["program"]
     with torch.no_grad():
         for own, other in zip([*binding.weights, *_others(binding)], [*state["weights"], *state["others"]], strict=True):
@@ -123,7 +123,7 @@ def pass_on(cluster: Cluster, donor: int, receivers: list[int], state: Callable[
 
 
 def _others(binding: Binding) -> list[Tensor]:
-    """Frozen parameters and buffers."""
+    """The frozen parameters and the buffers."""
     ours = {id(p) for own in binding.params for p in own}
     return [*(p.data for p in binding.model.parameters() if id(p) not in ours), *binding.model.buffers()]
 

@@ -1,4 +1,4 @@
-"""What the training loop needs of the workers hosted here."""
+"""The interface between the training loop and the workers hosted here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hocket.train.ledger_view import JobLedger
 
 
 class Replicas(Protocol):
-    """What the loop needs of the workers hosted here."""
+    """The workers hosted here, as the loop uses them."""
 
     layout: Layout
     model: nn.Module
@@ -36,7 +36,7 @@ class Replicas(Protocol):
         """The figures, where they are not the cluster's."""
 
     def drain(self) -> list[Tensor]:
-        """The losses of mini-batches that were still in an asynchronous pipe."""
+        """Finish the mini-batches in an asynchronous pipe; returns their losses."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -63,14 +63,14 @@ class Replicas(Protocol):
         """Model, optimiser and strategy state of the workers hosted here."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a :meth:`state_dict`."""
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Take the model and the optimiser of a run that was split otherwise."""
 
 
 class Hosted:
-    """What replicas have that are neither split nor keep figures of their own."""
+    """The defaults of replicas that are neither split nor keep figures of their own."""
 
     samples: float = 1.0
     job: Job | None = None

@@ -1,4 +1,4 @@
-"""What a job shows of the model that it trains and of the runtime that carries out its exchanges."""
+"""A job's properties: its model, optimiser, cluster and rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hocket.train.runtimes.base import Binding, Runtime
 
 
 class JobView:
-    """The properties of a job."""
+    """The properties of a job, which its runtime and the model provide."""
 
     runtime: Runtime
     _binding: Binding
@@ -57,14 +57,14 @@ class JobView:
         self.runtime.ledger.reading = data.figures
 
     def share(self, **shared: Stateful) -> None:
-        """A worker that joins an elastic run gets these states, too, such as that of ``scheduler=scheduler``; where this worker has
-        just joined, it takes them. Elsewhere nothing happens."""
+        """Hand these objects' states, such as ``scheduler=scheduler``, to workers that join an elastic run; a worker that has just
+        joined loads them. In other runs nothing happens."""
         for name, one in shared.items():
             self.runtime.share(name, one)
 
     @property
     def step(self) -> int:
-        """Steps done; with servers a worker that was away goes on with the others."""
+        """Steps done; with servers it jumps ahead where this worker was away."""
         return self.runtime.step
 
     @property

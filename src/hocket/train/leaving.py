@@ -42,7 +42,7 @@ class Leaving:
         """The step, once all know it."""
         self._agreement = cluster.agreement()
         self._lock, self._known, self._over = threading.Lock(), threading.Event(), threading.Event()
-        self._step, self._told = 0, False
+        self._step, self._announced = 0, False
         self.stepping = True
         """Whether a step is under way; else the model is evaluated, or a checkpoint is written."""
         self._wakes, self._woken = socket.socketpair()
@@ -57,13 +57,13 @@ class Leaving:
         self._thread.start()
 
     def stop(self) -> None:
-        """The step is there, or there is none any more."""
+        """The step has been agreed, or training has ended: end the thread."""
         self._over.set()
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")
 
     def close(self) -> None:
-        """From here on signals have the effect that they had."""
+        """Restore the earlier signal handlers."""
         self.stop()
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
@@ -77,7 +77,7 @@ class Leaving:
         """Whether all leave now that ``step`` are done."""
         with self._lock:
             self._step = step
-            if not self._told:
+            if not self._announced:
                 return False
         self._known.wait()
         return step == self.after
@@ -90,11 +90,11 @@ class Leaving:
                 return
         self._agreement.announce(_NAME)
         with self._lock:
-            self._told, under_way = True, self._step + 1
-        told = self._agreement.gather(f"{_NAME} after", str(under_way), _AGREE_S)
-        steps = [int(step) for step in told if step is not None]
-        if len(steps) < len(told):
-            return self._give_up("other processes have not told their step")
+            self._announced, under_way = True, self._step + 1
+        answers = self._agreement.gather(f"{_NAME} after", str(under_way), _AGREE_S)
+        steps = [int(step) for step in answers if step is not None]
+        if len(steps) < len(answers):
+            return self._give_up("other processes have not reported their step")
         self.after = max(steps)
         self._known.set()
         waited = 0.0
@@ -136,7 +136,7 @@ def leaving(
             taken += 1
             found.stepping = taken < len(training.batches.partition) and training.step < training.steps
             if found.ends_with(training.step):
-                found.stop()  # evaluating and writing may take their time
+                found.stop()  # evaluating and writing may take long
                 ends = not found.stepping
                 if not ends:
                     leave()
@@ -148,7 +148,7 @@ def leaving(
             save(taken)
         kept.wait()
         none = torch.zeros(cluster.rows, 1, dtype=torch.bool, device=cluster.device)
-        cluster.all_reduce_any(none)  # all wait for all: process 0 may keep the store
+        cluster.all_reduce_any(none)  # wait for all: process 0 may keep the store
         if cluster.process == 0 and (newest := kept.newest()) is not None:
             say(f"all workers leave; {newest.title} is written, and --resume goes on from it")
         raise SystemExit(0)

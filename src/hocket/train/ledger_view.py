@@ -74,7 +74,7 @@ class MeshAxes:
 
 
 class JobLedger(ABC):
-    """What a job and the training loop need of a ledger; ``axes`` where the model is split."""
+    """A ledger as a job and the training loop use it; ``axes`` where the model is split."""
 
     def __init__(self, axes: MeshAxes | None) -> None:
         self._mesh = axes
@@ -85,7 +85,7 @@ class JobLedger(ABC):
         """What reading data took so far in this process."""
 
     def tell_reading(self) -> None:  # noqa: B027 - where figures are gathered nobody has to be told
-        """A step ends: others may ask for what reading data took."""
+        """A step ends: update the figures of reading data, for which others may ask."""
 
     @abstractmethod
     def close_epoch(self) -> Entry:
@@ -93,7 +93,7 @@ class JobLedger(ABC):
 
     @abstractmethod
     def total(self) -> Entry:
-        """All of them since the job began."""
+        """The figures since the job began."""
 
     @abstractmethod
     def step_times(self) -> dict[str, Any]:
@@ -185,22 +185,22 @@ class MessageLedger(JobLedger):
     def __init__(self, worker: WorkerRuntime, axes: MeshAxes | None = None) -> None:
         super().__init__(axes)
         self._worker = worker
-        self._total, self._steps, self._told = Entry(), dict[str, Any](), dict[str, float]()
+        self._total, self._steps, self._read_before = Entry(), dict[str, Any](), dict[str, float]()
 
     def tell_reading(self) -> None:
         if self.reading is not None:
-            before, self._told = self._told, self.reading()
-            self._worker.account.add_data(**{name: value - before.get(name, 0) for name, value in self._told.items()})
+            before, self._read_before = self._read_before, self.reading()
+            self._worker.account.add_data(**{name: value - before.get(name, 0) for name, value in self._read_before.items()})
 
     def close_epoch(self) -> Entry:
         """Everything so far of all workers, on a mesh of all processes (a collective there alone)."""
-        told = self._worker.summary()
-        self._steps = told["step_times"]
-        self._total = self._combine(Entry(**{name: told[name] for name in vars(Entry())}), told_so_far=["data"])
+        summary = self._worker.summary()
+        self._steps = summary["step_times"]
+        self._total = self._combine(Entry(**{name: summary[name] for name in vars(Entry())}), told_so_far=["data"])
         return self._total
 
     def total(self) -> Entry:
-        """What :meth:`close_epoch` has found last."""
+        """The result of the last :meth:`close_epoch`."""
         return self._total
 
     def step_times(self) -> dict[str, Any]:
@@ -211,17 +211,17 @@ class MessageLedger(JobLedger):
         worker that asks; ``all_workers`` is a collective on a mesh alone."""
         if all_workers and self._mesh is not None:
             return {**vars(self.close_epoch()), "axes": self._axes}
-        told = self._worker.summary()
+        summary = self._worker.summary()
         if all_workers:
-            return told
+            return summary
         account = {"": self._worker.figures()}
         own = vars(entry_of(account)[0]) | data_of(account)
-        found = {**told, **own, "synchronisation_s": own["wait_s"] + own["transfer_s"], "late": self._worker.late_exchanges()}
+        found = {**summary, **own, "synchronisation_s": own["wait_s"] + own["transfer_s"], "late": self._worker.late_exchanges()}
         return found if self._mesh is None else self._mesh.beside(found)
 
 
 def read_by_all(cluster: Cluster, own: dict[str, float]) -> dict[str, float]:
-    """What reading data took, of all processes (a collective): bytes and samples together, seconds as their mean."""
+    """The costs of reading data of all processes (a collective): bytes and samples summed, seconds as their mean."""
     rows = torch.zeros(cluster.rows, len(own), dtype=torch.float64)
     rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
     sums = dict(zip(own, cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))

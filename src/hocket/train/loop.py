@@ -25,7 +25,7 @@ from hocket.data import label_skew
 from hocket.data.base import DataSet, Pair, Samples
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Last, Partition, Round
-from hocket.errors import SettingError, nearest
+from hocket.errors import SettingError, is_whole, nearest
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.evaluate import LEAST_SAMPLE, Evaluation, Evaluator, Metric, Tally, spread
@@ -120,7 +120,7 @@ def check_count(name: str, value: Any) -> None:
     Traceback (most recent call last):
     hocket.errors.SettingError: epochs=0: it must be a whole number of at least 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value):
         raise SettingError(f"<{name}>: it must be a whole number of at least 1.", **{name: value})
 
 
@@ -189,7 +189,7 @@ class EpochLoop(ABC):
 
     @abstractmethod
     def go_on_at(self, state: dict[str, Any]) -> None:
-        """Go on after the epoch of ``state``, which other workers ended; the replicas have their weights already."""
+        """Resume after the epoch of ``state``, which other workers ended; the replicas have the weights already."""
 
     @abstractmethod
     def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
@@ -197,7 +197,7 @@ class EpochLoop(ABC):
 
     @abstractmethod
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
-        """What only some trainings tell of an epoch."""
+        """The metrics of an epoch that only some trainings have."""
 
     def _evaluate(self) -> Evaluation:
         """The mean model on the test set; each process looks at its part of it.
@@ -217,7 +217,7 @@ class EpochLoop(ABC):
         return self.evaluator.evaluation(Tally(*sums))
 
     def _data_figures(self) -> dict[str, float]:
-        """What reading took: bytes and samples of all processes, seconds as their mean."""
+        """The costs of reading: bytes and samples of all processes, seconds as their mean."""
         own = self._train.figures()
         return read_by_all(self.cluster, own) if own else {}
 
@@ -320,7 +320,7 @@ class Training(EpochLoop):
         return losses * losses.new_tensor(weights) if by_samples else losses
 
     def _loads(self, index: list[Tensor] | Tensor) -> Tensor | float:
-        """What part of a whole mini-batch each worker has in this round."""
+        """Each worker's mini-batch in this round as a share of a whole one."""
         if isinstance(index, Tensor):
             return index.shape[1] / self.plan.batch_size
         return torch.tensor([len(i) / self.plan.batch_size for i in index], dtype=torch.float64)
@@ -337,7 +337,7 @@ class Training(EpochLoop):
         return worst if math.isfinite(worst) else None
 
     def _accuracies(self, pair: Pair, workers: Sequence[int]) -> Tensor:
-        """Those of all workers' replicas; NaN for the workers that are not asked for."""
+        """The accuracies of all workers' replicas; NaN for workers that are not wanted."""
         own = torch.full((self.cluster.rows, 1), math.nan, dtype=torch.float64)
         for row, (worker, model) in enumerate(zip(self.cluster.workers, self.replicas.each(), strict=True)):
             if worker in workers and (accuracy := self.evaluator.tally(model, pair).accuracy) is not None:
@@ -348,13 +348,13 @@ class Training(EpochLoop):
         return {**self._progress(), "replicas": self.replicas.state_dict()}
 
     def full_state(self) -> dict[str, Any] | None:
-        """The same with a split model put together; on its first process only."""
+        """The :meth:`state_dict` with a split model in one piece; on its first process only."""
         assert self.replicas.job is not None
         whole = self.replicas.job.full_state()
         return None if whole is None else {**self._progress(), "replicas": None, **whole}
 
     def _progress(self) -> dict[str, Any]:
-        """Where the loop stands."""
+        """The position of the loop."""
         return {
             "epoch": self.epoch,
             "step": self.step,

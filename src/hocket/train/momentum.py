@@ -1,6 +1,6 @@
 """What is exchanged of an optimiser's state: the momentum under ``exchange=momentum``, moments under ``local(p, moments=…)``.
 
-The state stays in the optimiser, so clipping, checkpoints and skipped steps are its alone.
+The state stays in the optimiser, which alone handles clipping, checkpoints and skipped steps.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class MomentRows:
 
 
 def give_state(program: CollectiveProgram, rows: StateRows, momentum: bool) -> None:
-    """Let a program exchange what its strategy exchanges of this state; ``momentum``: instead of gradients."""
+    """Let a program exchange the parts of this state that its strategy names; ``momentum``: instead of gradients."""
     program.momentum = MomentumRows(rows, program.layout) if momentum else None
     program.moments = MomentRows(rows, program.layout)
     if isinstance(program, TwoStageProgram):
@@ -136,5 +136,5 @@ def take_momentum(optimizer: Optimizer, period: int) -> Optimizer:
 
 
 def taking_momentum(factory: Factory, period: int) -> Factory:
-    """The same of every optimiser that ``factory`` makes."""
+    """A factory like ``factory``, whose optimisers are prepared by :func:`take_momentum`."""
     return lambda params: take_momentum(factory(params), period)

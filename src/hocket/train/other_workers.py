@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class OneForAll:
-    """What every worker begins with."""
+    """The merged state with which every worker begins."""
 
     merged: Merged
     buffers: dict[str, Tensor]
@@ -52,7 +52,7 @@ def one_for_all(
 
 
 def of_weights(weights: dict[str, Tensor], layout: Layout) -> OneForAll:
-    """The mean model alone: what strategies and optimisers remember begins anew."""
+    """The mean model alone: the states of strategies and optimisers begin anew."""
     rows = [torch.cat([weights[s.name].reshape(-1) for s in b.slots]) for b in layout.buckets]
     none: list[dict[str, Tensor]] = [{} for _ in rows]
     return OneForAll(Merged(rows, none, none, 0, 0, False), weights, {})

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside its checkpoints: run.json, metrics.jsonl, the mean model. Files appear whole or not at all."""
+"""The files of a run other than its checkpoints: run.json, metrics.jsonl, the mean model. Files appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _apart(name: str, there: Any, here: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the run ran on."""
+    """The versions of the software that the run used."""
     return {
         "hocket": __version__,
         "torch": torch.__version__,

@@ -30,7 +30,7 @@ from hocket.train.hosted import Hosted
 from hocket.train.job import Job
 from hocket.train.momentum import give_state, taking_momentum
 from hocket.train.other_workers import OneForAll, load_moments
-from hocket.train.runtimes.collective import CollectiveRuntime
+from hocket.train.runtimes.base import Runtime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
 from hocket.train.watch import NonFinite, first_nonfinite
@@ -43,14 +43,22 @@ class JobReplica(Hosted, ABC):
 
     job: Job
 
-    def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, clip: float | None, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        make: Callable[[torch.optim.Optimizer], Job],
+        clip: float | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """``make``: makes the job of ``model`` and this optimiser."""
         self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
         self.optimizer = optimizer(list(model.parameters()))
         self._random = draws_numbers(model, loss)
-
-    def _attach(self, job: Job) -> None:
-        refuse_clip(job.strategy, self.clip)
-        self.job, self.layout, self.ledger = job, job.layout, job.runtime.ledger
+        self.job = make(self.optimizer)
+        refuse_clip(self.job.strategy, clip)
+        self.layout, self.ledger, self.cluster = self.job.layout, self.job.runtime.ledger, self.job.cluster
 
     def step(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
@@ -74,7 +82,7 @@ class JobReplica(Hosted, ABC):
         return self.job.averaged()
 
     def audit(self) -> None:
-        """Every step has been looked at."""
+        """Nothing to do: every step was checked."""
 
     def _optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict() if self.job.sharded is None else self.job.sharded.saved()
@@ -84,7 +92,7 @@ class JobReplica(Hosted, ABC):
 
 
 class LiveReplica(JobReplica):
-    """One worker with the whole model."""
+    """One worker with the whole model; under ZeRO-1 worker 0's checkpoint has the whole state of the optimiser."""
 
     def __init__(
         self,
@@ -92,19 +100,15 @@ class LiveReplica(JobReplica):
         loss: Loss,
         optimizer: Factory,
         strategy: Strategy,
-        cluster: Cluster,
+        runtime: Runtime,
         *,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
         slowdown: float = 1.0,
-        zero: int = 0,
         **options: Any,
     ) -> None:
-        """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
-        super().__init__(model, loss, optimizer, clip, autocast)
-        self._runtime: CollectiveRuntime = CollectiveRuntime(cluster, zero)
-        self._attach(Job(model, self.optimizer, strategy, self._runtime, **options))
-        self.cluster, self._throttle = cluster, Throttle(slowdown)
+        super().__init__(model, loss, optimizer, lambda made: Job(model, made, strategy, runtime, **options), clip, autocast)
+        self._throttle = Throttle(slowdown)
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
         self._throttle.begin()
@@ -136,8 +140,10 @@ class LiveReplica(JobReplica):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def take_over(self, common: OneForAll) -> None:
-        """Go on with what other workers have left."""
-        take_over(self._runtime.program, self.job.weights, common.merged)
+        """Take over the states of other workers."""
+        program = self.job.runtime.program
+        assert program is not None
+        take_over(program, self.job.weights, common.merged)
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(common.buffers.get(name, buffer))
         load_moments(self.model, self.optimizer, common.moments)
@@ -174,7 +180,7 @@ class RowReplicas(Hosted):
         self._watch = NonFinite(nonfinite, self.layout, cluster) if not self.vectorised or nonfinite == "skip" else None
 
     def _fill(self) -> None:
-        """All rows start at worker 0's weights."""
+        """Set all rows to worker 0's weights."""
         named = dict(self.model.named_parameters())
         for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
             for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
@@ -274,7 +280,7 @@ class StackedReplicas(RowReplicas):
                 yield self.model
 
     def audit(self) -> None:
-        """After an epoch, where steps are not looked at: NaN or Inf gradients have left NaN or Inf weights."""
+        """After an epoch whose steps were not checked: NaN or Inf gradients have left NaN or Inf weights."""
         if self._audits and (found := first_nonfinite(self.layout, self.weights)) is not None:
             row, name = found
             raise NonFiniteGradient(
@@ -299,7 +305,7 @@ class StackedReplicas(RowReplicas):
         self.program.load_state_dict(state["job"])
 
     def take_over(self, common: OneForAll) -> None:
-        """Go on with what other workers have left."""
+        """Take over the states of other workers."""
         take_over(self.program, self.weights, common.merged)
         for name, rows in self.buffers.items():
             rows.copy_(common.buffers[name].to(rows.device).expand_as(rows))

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run goes on from one: on the same workers, split otherwise, or on other workers."""
+"""The content of a run's checkpoint, and how a run resumes from one: on the same workers, split otherwise, or on other workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hocket.train.worker_states import Merged, merge_left
 
 
 def states_of(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any]:
-    """What this process writes of a checkpoint, by file; all processes must call it."""
+    """The states that this process writes into a checkpoint, by file; all processes must call it."""
     with training.cluster.uncounted():
         own = {process_file(cluster.rank): training.state_dict()}
         means = mean_files(training, settings.split is not None)
@@ -48,14 +48,14 @@ def mean_files(training: EpochLoop, split: bool) -> dict[str, Any]:
 def facts_of(
     settings: RunSettings, cluster: Cluster, training: EpochLoop, run: Mapping[str, Any], taken: int = 0
 ) -> dict[str, Any]:
-    """What the manifest says of a checkpoint; ``run`` is run.json, ``taken`` how many rounds of an epoch under way are done."""
+    """The facts of a checkpoint's manifest; ``run`` is run.json, ``taken`` how many rounds of an epoch under way are done."""
     where = {"workers": settings.workers.count, "processes": cluster.processes, "host_size": cluster.host_size}
     return {"step": training.step, "epoch": training.epoch, **where, "run": dict(run), **({"taken": taken} if taken else {})}
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that goes on: where, and what of the run before it may be other than it was."""
+    """A run that resumes: its folder, and in which points it may differ from the run before."""
 
     settings: RunSettings
     cluster: Cluster
@@ -152,19 +152,19 @@ class Resumption:
         return [process_file(k * parts) for k in range(facts["workers"])] if self.cluster.elastic and "within" in facts else []
 
     def _go_on(self, generation: Generation, state: dict[str, Any]) -> None:
-        """Where all replicas stood; those of a run that was not elastic at the end of the epoch of ``state``."""
+        """The positions of all replicas in the data; of a run that was not elastic the end of the epoch of ``state``."""
         assert isinstance(self.training, Training)
         self.training.go_on_after([generation.load(name) for name in self._places(generation.facts)] or [state])
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         """Whether all processes hold the parts that were saved: a cut that is measured may be elsewhere this time."""
         if self.cluster.elastic:
-            return True  # cut by the same count; what does not fit is refused when it is loaded
+            return True  # cut by counted operations, so equal; a part that does not fit is refused when it is loaded
         fits = self.training.replicas.fits(state["replicas"])
         return not bool(self.cluster.all_reduce_any(torch.tensor([[not fits]], device=self.cluster.device)))
 
     def _load_whole(self, generation: Generation) -> None:
-        """Take the model in one piece."""
+        """Load the whole model, in one piece."""
         training, state = self.training, _whole(generation)
         assert isinstance(training, Training)
         training.load_full_state(state)
@@ -174,7 +174,7 @@ class Resumption:
             training.go_on_at(state)
 
     def _load_others(self, generation: Generation) -> None:
-        """Take what other workers have left."""
+        """Load the merged states of other workers."""
         training, settings, facts = self.training, self.settings, generation.facts
         if self._messages:
             state = generation.load(process_file(0))
@@ -201,7 +201,7 @@ class Resumption:
         training.go_on_after(states)
 
     def _done(self, facts: Mapping[str, Any]) -> str:
-        """What was done to go on with other workers, in words."""
+        """A sentence on how the run resumed with other workers."""
         before, now = facts["workers"], self.workers
         where = f"epoch {self.training.epoch + 1} " + (
             "goes on behind its last sample" if facts.get("within") else "begins at its first sample"
@@ -224,7 +224,7 @@ class Resumption:
 
 
 def _take_over(training: Any, merged: Merged, names: Sequence[str]) -> None:
-    """Let each virtual worker that sends messages begin with its part of what others have left; ``names`` are those of an
+    """Let each virtual worker that sends messages begin with its part of the others' merged states; ``names`` are those of an
     optimiser's parameters."""
     size = training.cluster.size
     training.taken_over = merged.describe(size)
@@ -235,19 +235,19 @@ def _take_over(training: Any, merged: Merged, names: Sequence[str]) -> None:
 
 
 def check_structure(generation: Generation, training: EpochLoop, state: Mapping[str, Any], whole: bool = True) -> None:
-    """Refuse a state of another structure before it changes anything; ``whole``: of all, where no exchange is needed to know it."""
+    """Refuse a state of another structure before anything is loaded; ``whole``: of all, where no exchange is needed to know it."""
     for name in ("epoch", "step"):
         if state.get(name) != generation.facts[name]:
             raise HocketError(f"its {name} is {state.get(name)!r}, not {generation.facts[name]}")
     own = training.state_dict() if whole else {}
-    if not isinstance(training, Training):  # how much is under way between workers is not structure
+    if not isinstance(training, Training):  # messages under way may differ
         own = {name: own[name] if name == "replicas" else type(value)() for name, value in own.items()}
     if (place := unlike(own, state)) is not None:
-        raise HocketError(f"it is of another structure at '{place}'")
+        raise HocketError(f"its structure differs at '{place}'")
 
 
 def _mesh(run: Mapping[str, Any]) -> Mesh | None:
-    """How the model of a run is split."""
+    """The mesh that a run.json names."""
     return None if run.get("mesh") is None else Mesh.parse(run["mesh"])
 
 

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import CHECKPOINTS, Record, versions
 from hocket.train.replicas import LiveReplica, Loss
 from hocket.train.resume import Resumption, facts_of, mean_weights, states_of
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.setting_groups import SplitSettings
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import train_rows
@@ -86,25 +86,27 @@ def _on_mesh(
     options: dict[str, Any],
 ) -> Training:
     """Replicas that are split; the workers of the loop are the replicas."""
-    from hocket.train.split_replicas import MeshReplica  # loaded only where a model is split
+    from hocket.train.split_job import split_job  # loaded only where a model is split
+    from hocket.train.split_replicas import MeshReplica
 
-    given = {"zero": settings.sharding.zero, **options}
-    optimizer, strategy = settings.optimizer_for(model), settings.strategy
-    replica = MeshReplica(model, loss, optimizer, strategy, world, *_split(settings, split, data, world), **given)
+    where = settings.strategy, world, *_split(settings, split, data, world, loss)
+    steps = {name: options.pop(name) for name in ("clip", "autocast")}
+    make = lambda optimizer: split_job(model, optimizer, *where, zero=settings.sharding.zero, **options)  # noqa: E731
+    replica = MeshReplica(model, loss, settings.optimizer_for(model), make, **steps)
     return Training(replica, replica.cluster, data, loss, settings.plan())
 
 
-def _split(settings: RunSettings, split: SplitSettings, data: DataSet, world: Cluster) -> tuple[Mesh, Pipeline]:
+def _split(settings: RunSettings, split: SplitSettings, data: DataSet, world: Cluster, loss: Loss) -> tuple[Mesh, Pipeline]:
     first = torch.arange(min(settings.data.batch_size, len(data.samples)))
     sample = data.prepare(data.samples[first][0].to(world.device))
-    return replace(split.mesh, plan=split.kinds), split.pipeline(sample)
+    return replace(split.mesh, plan=split.kinds), replace(split.pipeline(sample), loss=loss)
 
 
 def _elastic(
     settings: RunSettings, cluster: Cluster, data: DataSet, model: nn.Module, loss: Loss, options: dict[str, Any]
 ) -> EpochLoop:
-    """A worker whose number of colleagues changes."""
-    from hocket.train.elastic_loop import ElasticReplica, ElasticTraining  # sockets are loaded only where they are needed
+    """The training of an elastic run's worker."""
+    from hocket.train.elastic_loop import ElasticTraining  # sockets are loaded only where they are needed
     from hocket.train.runtimes.elastic import elastic_runtime
     from hocket.transport import Keys
 
@@ -113,14 +115,17 @@ def _elastic(
     assert found is not None
     elastic, strategy = Elastic(1, MOST_WORKERS, settings.optimizer.scale_lr, settings.workers.count), settings.strategy
     if settings.split is not None:
-        from hocket.train.split_replicas import ElasticMeshReplica
+        from hocket.train.elastic_split import elastic_split_job
+        from hocket.train.split_replicas import MeshReplica
 
-        mesh, pipeline = _split(settings, settings.split, data, cluster)
-        made = (model, loss, settings.optimizer_for(model), strategy, cluster, mesh, pipeline, found, elastic)
-        return ElasticTraining(ElasticMeshReplica(*made, **options), data, loss, settings.plan())
+        where = strategy, cluster, *_split(settings, settings.split, data, cluster, loss), found, elastic, os.environ
+        steps = {name: options.pop(name) for name in ("clip", "autocast")}
+        make = lambda optimizer: elastic_split_job(model, optimizer, *where, **options)  # noqa: E731
+        split = MeshReplica(model, loss, settings.optimizer_for(model), make, **steps)
+        return ElasticTraining(split, data, loss, settings.plan())
     keys, slowdown = None if cluster.keys is None else Keys.read(cluster.keys), settings.workers.slowdown_of(found.member or 0)
     runtime = elastic_runtime(cluster, found, elastic, keys)
-    replica = ElasticReplica(model, loss, settings.optimizer_for(model), strategy, runtime, slowdown=slowdown, **options)
+    replica = LiveReplica(model, loss, settings.optimizer_for(model), strategy, runtime, slowdown=slowdown, **options)
     return ElasticTraining(replica, data, loss, settings.plan())
 
 
@@ -132,12 +137,13 @@ def _replica(
     if sharded and (cluster.rows != 1 or not cluster.has_process_group):
         raise SettingError(f"{sharding.named}: a worker that keeps a part has a process of its own; leave <processes> out.")
     if sharded and sharding.fsdp:
-        from hocket.train.split_replicas import FullReplica  # loaded only where something is sharded
+        from hocket.train.runtimes.fsdp import FsdpRuntime  # loaded only where something is sharded
+        from hocket.train.split_replicas import FullReplica
 
         del options["buckets"]
-        return FullReplica(model, loss, optimizer, strategy, cluster, **options)
-    slowdown = settings.workers.slowdown_of(cluster.workers.start)
-    return LiveReplica(model, loss, optimizer, strategy, cluster, slowdown=slowdown, zero=sharding.zero * sharded, **options)
+        return FullReplica(model, loss, optimizer, strategy, FsdpRuntime(cluster), **options)
+    runtime, slowdown = CollectiveRuntime(cluster, sharding.zero * sharded), settings.workers.slowdown_of(cluster.workers.start)
+    return LiveReplica(model, loss, optimizer, strategy, runtime, slowdown=slowdown, **options)
 
 
 def explanation(settings: RunSettings, world: Cluster, data: DataSet) -> str:
@@ -162,7 +168,7 @@ def _engine(settings: RunSettings, model: nn.Module, loss: Loss, layout: Layout,
     if key in engines and trained == {name for name, _ in model.named_parameters()}:
         return engines[key]
     engine = choose(model, loss, layout, cluster.rows, cluster.device, numerics.engine, autocast=numerics.dtype)
-    if isinstance(engine, VmapEngine):  # the loop has nothing to keep but memory
+    if isinstance(engine, VmapEngine):  # a loop engine saves no time when it is kept
         engines[key] = engine
     return engine
 
@@ -186,10 +192,9 @@ def run(
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``checkpoints``: one after every epoch, the last ``keep`` of which are kept; a full disk then does not end the training.
-    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is told, on the first process, what people should
-    know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written. ``leaves``:
-    SIGTERM and SIGUSR1 to any process make all write a checkpoint at the end of a step, and leave.
-    """
+    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is called, on the first process, with remarks: who
+    holds what of a split model, which checkpoint the run goes on from, which one could not be written. ``leaves``: SIGTERM and
+    SIGUSR1 to any process make all write a checkpoint at the end of a step, and leave."""
     process = cluster.process
     record = None if out is None else Record(out, int(cluster.elastic) or process, resume)
     data = load(settings.data.name, data_dir) if data is None else data
@@ -209,8 +214,9 @@ def run(
         return training
     with Checkpoints(record.folder / CHECKPOINTS, cluster, keep, note) as kept:
         record.process, described = cluster.rank, describe(settings, cluster, training)
-        go_on = partial(_go_on, settings, cluster, training, described, kept, record, note)
-        save = _saver(settings, cluster, training, described, kept, go_on, resume, checkpoints)
+        here = settings, cluster, training, described
+        go_on = lambda *who: Resumption(*here, *who).load(kept, record, repeated(settings), note)  # noqa: E731
+        save = _saver(*here, kept, go_on, resume, checkpoints)
         record.write_run(described)
         with leaving(training, cluster, kept, save, leaves and checkpoints) as (watching, after_epoch):
             for metrics in training.run(watching(watch)):
@@ -227,22 +233,6 @@ def run(
         timeline = training.replicas.job.timeline()
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
-
-
-def _go_on(
-    settings: RunSettings,
-    cluster: Cluster,
-    training: EpochLoop,
-    described: dict[str, Any],
-    kept: Checkpoints,
-    record: Record,
-    note: Callable[[str], None],
-    place: int,
-    workers: int,
-) -> int:
-    """Go on from the newest checkpoint, as number ``place`` of ``workers``; its number."""
-    resumption = Resumption(settings, cluster, training, described, place, workers)
-    return resumption.load(kept, record, repeated(settings), note)
 
 
 def _saver(

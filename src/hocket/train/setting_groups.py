@@ -39,7 +39,7 @@ AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class WorkersSettings:
-    """Who trains: real processes, or virtual workers on a described cluster."""
+    """The workers: real processes, or virtual workers on a described cluster."""
 
     count: int = 1
     virtual: bool = False
@@ -91,13 +91,13 @@ class WorkersSettings:
         return spec if spec is None or self.slowdown is None else spec.slowed(factors)
 
     def slowdown_of(self, worker: int) -> float:
-        """How many times as long a real worker is made to take."""
+        """The slowdown of a real worker."""
         return self.factors[worker % len(self.factors)]
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is trained on, and in which mini-batches."""
+    """The data and the mini-batches."""
 
     name: str = "digits"
     batch_size: int = 100
@@ -112,7 +112,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How a worker steps."""
+    """The optimiser of every worker."""
 
     name: str = "sgd"
     lr: float = 0.1
@@ -173,7 +173,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class NumericsSettings:
-    """In which precision and order gradients are computed, and what becomes of those that are not finite."""
+    """The precision and order in which gradients are computed, and the policy for NaN and Inf."""
 
     autocast: str = "none"
     nonfinite: str = "raise"
@@ -219,7 +219,7 @@ class SplitSettings:
             raise SettingError(
                 f"<plan_file> is for operations that are split, but the mesh {mesh} has no tensor axis; add tensor=2, for example."
             )
-        _ = self.kinds  # refuses a file that is no plan
+        _ = self.kinds  # refuses a file that is not a plan
         if self.pipe is not None and self.pipe not in SCHEDULES:
             hint = nearest(self.pipe, SCHEDULES)
             raise SettingError(f"<pipe>: there is no such schedule{hint or '.'} Use one of {', '.join(SCHEDULES)}.", pipe=self.pipe)
@@ -282,13 +282,13 @@ def split_settings(given: Mapping[str, Any]) -> SplitSettings | None:
 
 
 def _about_stages(names: list[str]) -> str:
-    said = ", ".join(f"<{name}>" for name in names)
-    return f"{said} {'are' if len(names) > 1 else 'is'} for a model cut into stages"
+    given = ", ".join(f"<{name}>" for name in names)
+    return f"{given} {'are' if len(names) > 1 else 'is'} for a model cut into stages"
 
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """What workers keep in parts instead of each whole: ZeRO-1 (``zero=1``) or PyTorch's FSDP2."""
+    """What workers shard instead of each keeping the whole: ZeRO-1 (``zero=1``) or PyTorch's FSDP2."""
 
     zero: int = 0
     """1: the optimiser's state is sharded over the workers."""

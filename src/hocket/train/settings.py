@@ -1,4 +1,4 @@
-"""What decides what a run does: a few frozen objects, each parsed and checked where it is made.
+"""The settings of a run: a few frozen objects, each parsed and checked where it is made.
 
 :class:`RunSettings` holds one object per subject. Where settings are a flat list (options of the command line, keys of a study's
 file, run.json) a setting has one name; :data:`FIELDS` says which field that is and what records call it.
@@ -95,7 +95,7 @@ FIELDS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything that decides what a run does.
+    """The settings of a run.
 
     >>> settings = RunSettings.of(strategy="local(4)", workers=2, batch_size=20)
     >>> str(settings.strategy), settings.workers.count, settings.data.batch_size, settings.changed(lr=1.0).optimizer.lr
@@ -140,7 +140,7 @@ class RunSettings:
                 raise SettingError("<balance:speed>: virtual workers have speeds only with <cluster>, such as 1gbit.")
 
     def _check_sharding(self) -> None:
-        """Refuse what cannot be sharded."""
+        """Refuse sharding in runs that do not support it."""
         sharding, split = self.sharding, self.split
         refuse_sharding(self.strategy, sharding.zero, sharding.fsdp)
         if not sharding.named:
@@ -203,7 +203,7 @@ class RunSettings:
         return {name: str(value) if isinstance(value, (Strategy, Mesh)) else value for name, value in found.items()}
 
     def changed(self, **given: Any) -> RunSettings:
-        """The same but for what is given."""
+        """These settings with the given values replaced."""
         return type(self).of(**{**self.by_name(), **given})
 
     def recorded(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class RunSettings:
         return model if self.lora is None else with_adapters(model, self.lora)
 
     def plan(self) -> TrainingPlan:
-        """The part that the loop needs."""
+        """The training plan of the loop."""
         data, optimizer = self.data, self.optimizer
         return TrainingPlan(
             self.epochs,
@@ -289,7 +289,8 @@ class RunSettings:
         )
 
     def optimizer_for(self, model: nn.Module) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-        """What makes the optimiser of the model's parameters, with the rate scaled by the workers where asked."""
+        """The factory of the optimiser of the model's parameters, with the rate scaled by the number of workers if ``scale_lr``
+        says so."""
         return lambda params: self.optimizer.make(model, params, self.workers.count)
 
 

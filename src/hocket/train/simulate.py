@@ -35,7 +35,7 @@ from hocket.train.trial import try_batch
 
 @dataclass
 class Run:
-    """What a simulated training gave: ``metrics`` one dict per epoch, the mean ``model``, the ``ledger``'s totals."""
+    """The result of a simulated training: ``metrics`` one dict per epoch, the mean ``model``, the ``ledger``'s totals."""
 
     metrics: list[dict[str, Any]]
     model: nn.Module
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def metric(self) -> float | None:
-        """What ``metric`` gave for the mean model, after the last epoch."""
+        """The value of ``metric`` for the mean model after the last epoch."""
         return self.metrics[-1].get("metric")
 
 
@@ -144,7 +144,7 @@ def simulate(
 
 
 def _scaled(optimizer: Factory, scale: float) -> Factory:
-    """The same with all rates multiplied."""
+    """A factory like ``optimizer``, with all rates multiplied."""
     if scale == 1.0:
         return optimizer
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hocket.cluster.base import Cluster
-from hocket.cluster.elastic import ElasticCluster
-from hocket.cluster.join import RendezvousInfo
-from hocket.split.mesh import Mesh
-from hocket.split.options import Pipeline
 from hocket.split.split_model import Facade, SplitModel
-from hocket.strategy import Strategy
-from hocket.train.elastic import Elastic
 from hocket.train.job import Job
-from hocket.train.replicas import Factory, JobReplica, Loss
+from hocket.train.replicas import Factory, JobReplica, LiveReplica, Loss
 from hocket.train.runtimes.fsdp import FsdpRuntime
-from hocket.train.split_job import split_job
 
 
 class MeshReplica(JobReplica):
@@ -34,37 +24,30 @@ class MeshReplica(JobReplica):
         model: nn.Module,
         loss: Loss,
         optimizer: Factory,
-        strategy: Strategy,
-        world: Cluster,
-        mesh: Mesh,
-        pipeline: Pipeline,
+        make: Callable[[torch.optim.Optimizer], Job],
         *,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(model, loss, optimizer, clip, autocast)
-        self._hold(split_job(model, self.optimizer, strategy, world, mesh, replace(pipeline, loss=loss), **options))
-
-    def _hold(self, job: Job) -> None:
-        self._attach(job)
+        super().__init__(model, loss, optimizer, make, clip, autocast)
         assert self.job.split is not None
         self.split = self.job.split
         self.model = Facade(self.split)
-        self.cluster = self.job.cluster
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
+        """A step that was made without a pass, as in an elastic run, has no loss."""
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             if self.clip is None:
-                return self.job.train(x, y)
-            self.optimizer.zero_grad()
-            loss = self.job.backward(x, y)
-            self.job.clip(self.clip)
-            self.optimizer.step()
-            return loss
+                loss = self.job.train(x, y)
+            else:
+                self.optimizer.zero_grad()
+                loss = self.job.backward(x, y)
+                self.job.clip(self.clip)
+                self.optimizer.step()
+        return None if self.split.skipped else loss
 
     def drain(self) -> list[Tensor]:
-        """The losses of mini-batches that were still in an asynchronous pipe."""
+        """Finish the mini-batches in an asynchronous pipe; returns their losses."""
         return [loss.detach().view(1) for loss in self.job.drain()]
 
     def each(self) -> Iterator[nn.Module]:
@@ -73,7 +56,7 @@ class MeshReplica(JobReplica):
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process has: it goes on from there on the same mesh."""
+        """The state of this process, to resume on the same mesh."""
         return {
             **self.job.own_state(),
             "model": {name: t.detach().clone() for name, t in self.split.state.held().items()},
@@ -91,72 +74,28 @@ class MeshReplica(JobReplica):
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-class ElasticMeshReplica(MeshReplica):
-    """The same where the number of replicas changes."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Factory,
-        strategy: Strategy,
-        cluster: ElasticCluster,
-        mesh: Mesh,
-        pipeline: Pipeline,
-        found: RendezvousInfo,
-        elastic: Elastic,
-        *,
-        clip: float | None = None,
-        autocast: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        from hocket.train.elastic_split import elastic_split_job  # sockets are loaded only where they are needed
-
-        JobReplica.__init__(self, model, loss, optimizer, clip, autocast)
-        pipeline = replace(pipeline, loss=loss)
-        self._hold(
-            elastic_split_job(model, self.optimizer, strategy, cluster, mesh, pipeline, found, elastic, os.environ, **options)
-        )
-
-    def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
-        """A step that was made without a pass has no loss."""
-        loss = super()._step(x, y, key, factor)
-        return None if self.split.skipped else loss
-
-
-class FullReplica(JobReplica):
+class FullReplica(LiveReplica):
     """A worker that keeps its part of weights, gradients and state (FSDP2). Worker 0's checkpoint has all of it, every worker's has
     its own buffers."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Factory,
-        strategy: Strategy,
-        cluster: Cluster,
-        *,
-        clip: float | None = None,
-        autocast: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, loss, optimizer, clip, autocast)
-        self.runtime = FsdpRuntime(cluster)
-        self._attach(Job(model, self.optimizer, strategy, self.runtime, **options))
+    @property
+    def _runtime(self) -> FsdpRuntime:
+        assert isinstance(self.job.runtime, FsdpRuntime)
+        return self.job.runtime
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
         self.optimizer.zero_grad()
         loss = self._loss(x, y, key)
         loss.backward()
         if self.clip is not None:
-            self.runtime.check_gradients()  # clipping would spread one NaN over all gradients
+            self._runtime.check_gradients()  # clipping would spread one NaN over all gradients
         self._clip()
         self.optimizer.step()
         return loss
 
     def each(self) -> Iterator[nn.Module]:
-        """In one piece, with this worker's own buffers."""
-        model, own = self.runtime.whole(), dict(self.model.named_buffers())
+        """The whole model, with this worker's own buffers."""
+        model, own = self._runtime.whole(), dict(self.model.named_buffers())
         for name, buffer in model.named_buffers():
             buffer.data.copy_(own[name])
         yield model

@@ -116,7 +116,7 @@ class StackedOptimizer:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on exactly here."""
+        """The state from which :meth:`load_state_dict` resumes exactly."""
         split = sorted({p.bucket for p in self._pieces if not p.whole}) if self.stacked else []
         return {
             "split": split,
@@ -127,7 +127,7 @@ class StackedOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state saved by an optimiser of the same factory, layout and granularity."""
+        """Load a state saved by an optimiser of the same factory, layout and granularity."""
         if self.stacked and not state["stacked"]:
             self._unstack()
         if len(state["optimizers"]) != len(self._all):
@@ -159,7 +159,7 @@ class StackedOptimizer:
         return found
 
     def load_on_all(self, state: dict[str, dict[str, Any]]) -> None:
-        """Let every row go on from the state of one, by parameter names."""
+        """Load one worker's state, by parameter name, into every row."""
         for piece in list(self._pieces) if self.stacked else []:
             if piece.whole and len({tuple(state.get(self._slots[k], {})) for k in piece.slots}) > 1:
                 self._split(piece.bucket)  # some of its parameters were never used

@@ -22,7 +22,7 @@ class Throttle:
         self._begun = time.perf_counter()
 
     def end(self) -> None:
-        """Computing has ended: sleep as much longer as the factor says."""
+        """Computing has ended: sleep for the rest of ``factor`` times its seconds."""
         if self.factor > 1:
             time.sleep((self.factor - 1) * (time.perf_counter() - self._begun))
 

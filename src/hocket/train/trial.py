@@ -1,4 +1,4 @@
-"""One batch before the first run: a model, loss or metric that cannot work is refused in one sentence, not after an epoch.
+"""A trial batch before training: refuses a model, loss or metric that cannot work in one sentence, not after an epoch.
 
 The contract: ``model(inputs)`` gives any output; ``loss(output, targets)`` gives one number, the mean over a batch, which autograd
 can differentiate; ``metric(output, targets)`` gives one number. In eval mode the same holds.
@@ -50,7 +50,7 @@ def try_batch(model: nn.Module, evaluator: Evaluator, batch_size: int, evaluates
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts buffers (BatchNorm statistics) and modes back."""
+    """Restores buffers (BatchNorm statistics) and modes."""
     kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     modes = [(m, m.training) for m in model.modules()]
     try:
@@ -77,7 +77,7 @@ def _forward(
         mode = "training" if model.training else "eval"
         shown = model.named(x) if isinstance(model, Unpacking) else x
         raise HocketError(
-            f"The model fails in {mode} mode on a batch of inputs {_said(shown)} ({_reason(error)}): it is called as model(inputs)."
+            f"The model fails in {mode} mode on a batch of inputs {_kind(shown)} ({_reason(error)}): it is called as model(inputs)."
         ) from error
 
 
@@ -88,7 +88,7 @@ def _called(name: str, function: Callable[[Any, Tensor], Any], output: Any, targ
         raise
     except Exception as error:
         raise HocketError(
-            f"The {name} fails on an output {_said(output)} and targets {_said(targets)} ({_reason(error)}): "
+            f"The {name} fails on an output {_kind(output)} and targets {_kind(targets)} ({_reason(error)}): "
             f"it is called as {name}(model(inputs), targets)."
         ) from error
 
@@ -103,7 +103,7 @@ def _check_classes(output: Any, targets: Tensor, classes: int) -> None:
 
 def _check_loss(loss: Any, model: nn.Module) -> None:
     if not isinstance(loss, Tensor):
-        raise HocketError(f"The loss must be a tensor, for autograd to differentiate; got {_said(loss)}: return the tensor itself.")
+        raise HocketError(f"The loss must be a tensor, for autograd to differentiate; got {_kind(loss)}: return the tensor itself.")
     if loss.dim():
         raise HocketError(f"The loss must be one number, the mean over samples; got shape {list(loss.shape)}: use its mean.")
     if not loss.requires_grad and any(p.requires_grad for p in model.parameters()):
@@ -114,24 +114,24 @@ def _number(name: str, value: Any) -> None:
     try:
         float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise HocketError(f"The {name} must be one number for a batch, got {_said(value)}: use its mean.") from None
+        raise HocketError(f"The {name} must be one number for a batch, got {_kind(value)}: use its mean.") from None
 
 
-def _said(value: Any) -> str:
+def _kind(value: Any) -> str:
     """A value by its shape or its type.
 
-    >>> _said(torch.zeros(2, 3)), _said({"logits": torch.zeros(2)}), _said(None)
+    >>> _kind(torch.zeros(2, 3)), _kind({"logits": torch.zeros(2)}), _kind(None)
     ('[2, 3] (float32)', "{'logits': [2] (float32)}", 'None')
     """
     if isinstance(value, Tensor):
         return f"{list(value.shape)} ({str(value.dtype).removeprefix('torch.')})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_said(part)}' for key, part in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_kind(part)}' for key, part in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_said, value))})"
+        return f"({', '.join(map(_kind, value))})"
     return "None" if value is None else type(value).__name__
 
 
 def _reason(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0].rstrip('.')}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

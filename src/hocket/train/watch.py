@@ -17,7 +17,7 @@ from hocket.errors import HocketError, NonFiniteGradient
 
 
 def check_nonfinite(policy: str) -> None:
-    """Refuse what is no policy for NaN and Inf."""
+    """Refuse an unknown policy for NaN and Inf."""
     if policy not in ("raise", "skip"):
         raise HocketError(f"nonfinite={policy!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out).")
 
@@ -32,7 +32,7 @@ def first_nonfinite(layout: Layout, weights: Sequence[Tensor]) -> tuple[int, str
 
 
 def check_weights(layout: Layout, rows: Sequence[Tensor], epoch: int) -> None:
-    """Refuse to go on where weights (rows ``[1, values]`` per bucket) of workers that do not go in step hold NaN or Inf."""
+    """Refuse to go on where weights (rows ``[1, values]`` per bucket) of workers that do not step together hold NaN or Inf."""
     if (found := first_nonfinite(layout, rows)) is not None:
         raise NonFiniteGradient(
             f"The weights of {found[1]} hold NaN or Inf after epoch {epoch}; lower the rate (asynchronous updates add up: "
@@ -41,20 +41,20 @@ def check_weights(layout: Layout, rows: Sequence[Tensor], epoch: int) -> None:
 
 
 def _seem_finite(grads: list[Tensor]) -> bool:
-    """Whether a few cheap operations clear all gradients; True is sure."""
+    """Whether a few cheap operations show that all gradients are finite; True is certain."""
     if grads[0].is_cuda and not any(g.is_sparse or not g.numel() for g in grads):  # a handful of kernels, instead of some for each
         return bool(torch.isfinite(nn.utils.get_total_norm(grads, math.inf)))
     return bool(torch.isfinite(torch.stack([g.sum().float() for g in grads]).sum()))
 
 
 class Count(Protocol):
-    """Where bad gradients are counted."""
+    """Counts gradients that are not finite."""
 
     nonfinite: int
 
 
 class Where(Protocol):
-    """Whose gradients are looked at: a cluster, or a single worker."""
+    """The owner of the gradients: a cluster, or a single worker."""
 
     @property
     def ledger(self) -> Count: ...
@@ -101,7 +101,7 @@ class NonFinite:
         self.judge(self.found)
 
     def judge(self, found_by_any: bool) -> None:
-        """Raise, if somebody found something and the policy says so."""
+        """Raise, if any worker found NaN or Inf and the policy is ``"raise"``."""
         self.found = False  # where gradients travel during the next step, the sentence is of the last one
         if found_by_any and self.policy == "raise":
             own, self.sentence = self.sentence, ""

@@ -1,4 +1,4 @@
-"""What workers that send messages hold and owe beside the global weights, kept so that a run can go on with it.
+"""The states of workers that send messages, beside the global weights, saved so that a run can resume.
 
 Virtual workers have it in their checkpoint. A real worker writes a file when it has ended its part of an epoch and has pushed all
 of it: what error feedback holds back (its residuals) and, where workers run the optimisers, its optimiser's state. A run that
@@ -33,7 +33,7 @@ Residuals = list[Tensor | None]
 
 
 def keeps_state(strategy: Strategy) -> bool:
-    """Whether workers hold or owe anything that is not in the global weights."""
+    """Whether workers have residuals or optimiser states that are not in the global weights."""
     codec = strategy.compression.codec
     return workers_optimize(strategy) or (codec is not None and codec.uses_error_feedback)
 
@@ -49,7 +49,7 @@ class StateFiles:
         return self.folder / f"worker-{worker}-{epoch}.pt"
 
     def write(self, worker: int, epoch: int, layout: Layout, residuals: Residuals, moments: Moments) -> None:
-        """Write what ``worker`` has after ``epoch``; where that is not possible, say so and go on."""
+        """Write the state of ``worker`` after ``epoch``; a failed write prints a note and ends nothing."""
         state = {"run": self.run, "layout": layout.digest(), "residuals": residuals, "moments": moments}
         try:
             write_whole(self.path(worker, epoch), sealed(copied(state)))
@@ -57,7 +57,7 @@ class StateFiles:
             say(f"worker {worker}: {error.cause}; a run that goes on from epoch {epoch} begins without its part; training goes on")
 
     def merge(self, epoch: int, workers: int, layout: Layout) -> Merged:
-        """What all ``workers`` of the run had after ``epoch``."""
+        """The merged states of all ``workers`` of the run after ``epoch``."""
         found = {worker: state for worker in range(workers) if (state := self._read(worker, epoch, layout)) is not None}
         states = list(found.values())
         residuals = [_total(rows) for rows in zip(*(state["residuals"] for state in states), strict=True)]
@@ -66,7 +66,7 @@ class StateFiles:
 
     def _read(self, worker: int, epoch: int, layout: Layout) -> dict[str, Any] | None:
         """None where the file is missing, damaged, or of another run or model."""
-        with suppress(Exception):  # whatever torch says of a damaged file
+        with suppress(Exception):  # any error that torch raises for a damaged file
             state: dict[str, Any] = unsealed(self.path(worker, epoch).read_bytes())
             if (state["run"], state["layout"]) == (self.run, layout.digest()):
                 return state
@@ -82,7 +82,7 @@ class StateFiles:
 
 @dataclass(frozen=True)
 class Merged:
-    """What the workers of a run held and owed together."""
+    """The merged states of the workers of a run."""
 
     residuals: Residuals
     """Sums over the workers, per bucket; None where none held anything back."""
@@ -96,21 +96,21 @@ class Merged:
         return any(total is not None for total in self.residuals)
 
     def part(self, workers: int) -> Residuals:
-        """The residuals that each of so many workers begins with."""
+        """The residuals with which each of ``workers`` workers begins."""
         return [None if total is None else total / workers for total in self.residuals]
 
     def write_part(self, path: Path, workers: int) -> None:
-        """Write what each of so many workers begins with."""
+        """Write the state with which each of ``workers`` workers begins."""
         write_whole(path, sealed({"residuals": self.part(workers), "moments": self.moments}))
 
     def describe(self, workers: int) -> str:
-        """What the new workers take over, in words."""
+        """A sentence on the states that the new workers take over."""
         parts = [f"one part of {workers} of the sum of the residuals"] * self.owes
         parts += ["the mean of the optimiser states"] * bool(self.moments)
-        said = [f"each begins with {' and with '.join(parts)}"] * bool(parts)
+        clauses = [f"each begins with {' and with '.join(parts)}"] * bool(parts)
         names = ", ".join(map(str, self.missing))
-        said += [f"what worker{'s' * (len(self.missing) > 1)} {names} had is not there and begins anew"] * bool(names)
-        return "; ".join(said)
+        clauses += [f"what worker{'s' * (len(self.missing) > 1)} {names} had is not there and begins anew"] * bool(names)
+        return "; ".join(clauses)
 
 
 def merge_left(
@@ -151,7 +151,7 @@ class StateWriter:
 
 
 def read_part(path: Path) -> tuple[Residuals, Moments]:
-    """What :meth:`Merged.write_part` has written."""
+    """Read the file that :meth:`Merged.write_part` wrote."""
     try:
         state = unsealed(path.read_bytes())
     except Exception as error:

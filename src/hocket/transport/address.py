@@ -24,7 +24,7 @@ def is_loopback(address: str) -> bool:
 
 
 def parts_of(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port."""
+    """The host, without brackets, and the port."""
     scheme, found, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not found or not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
@@ -37,7 +37,7 @@ def parts_of(address: str) -> tuple[str, int]:
 
 
 def numeric_of(host: str) -> str:
-    """The address behind a name; IPv4 where a name has both, since a link is bound to one."""
+    """The numeric address of a name; IPv4 where it has both, since a link is bound to one."""
     if host == "*":
         return "0.0.0.0"
     try:
@@ -48,7 +48,7 @@ def numeric_of(host: str) -> str:
 
 
 def stays_here(numeric: str) -> bool:
-    """Whether only this machine has this numeric address."""
+    """Whether this numeric address is on loopback."""
     here = ipaddress.ip_address(numeric.partition("%")[0])
     mapped = here.ipv4_mapped if isinstance(here, ipaddress.IPv6Address) else None
     return (mapped or here).is_loopback

@@ -49,7 +49,7 @@ class Authenticator:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the thread; it ends with the context."""
+        """Wait until the thread ends, which it does with the context."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -62,8 +62,8 @@ class Authenticator:
                     if socket is self._questions:
                         self._answer(socket.recv_multipart())
                     else:
-                        told = parse_monitor_message(socket.recv_multipart())
-                        self._note(told["event"], told["value"], told["endpoint"])
+                        event = parse_monitor_message(socket.recv_multipart())
+                        self._note(event["event"], event["value"], event["endpoint"])
         except zmq.ZMQError:  # the context ends
             pass
         finally:

@@ -1,4 +1,4 @@
-"""A tunnel between the loopbacks of two machines, over a keyed link: for torch's store, which lets in whoever connects.
+"""A tunnel between the loopbacks of two machines, over a keyed link: for torch's store, which accepts any connection.
 
 The store listens on its machine's loopback only. Beside it is the exit of the tunnel, a ZeroMQ socket that admits callers with the
 job's keys alone; every other process has an entrance, a port of its own loopback. A connection to an entrance becomes one from the
@@ -34,7 +34,7 @@ _LOOPBACK = "tcp://127.0.0.1"
 
 
 class Tunnel:
-    """Ends of tunnels for those who hold ``keys``; they last as long as the process."""
+    """Opens ends of tunnels, authenticated by ``keys``; they last as long as the process."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -61,7 +61,7 @@ class Tunnel:
         return listens
 
     def reaches(self, address: str, within_s: float) -> bool:
-        """Whether an exit that these keys open is at ``address``: a connection to an entrance waits for one without end."""
+        """Whether an exit with the same keys listens at ``address``: an entrance would wait for one for ever."""
         with zmq.Context(io_threads=1) as context, self._dealer(context, address) as dealer:
             let_in = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             dealer.connect(address)
@@ -82,7 +82,7 @@ class Tunnel:
         return parts_of(stream.getsockopt_string(zmq.LAST_ENDPOINT))[1]
 
     def _dealer(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> Any:
-        """A socket that the exit at ``address`` lets in."""
+        """A socket connected to the exit at ``address`` with the keys."""
         dealer = _socket(context, zmq.DEALER, ":" in numeric_of(parts_of(address)[0]))
         dealer.setsockopt(zmq.ROUTING_ID, b"t" + secrets.token_bytes(_IDENTITY_BYTES - 1))
         dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public.encode())
@@ -143,7 +143,7 @@ class _Exit:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, six: bool = False) -> zmq.Socket[bytes]:
-    """A socket whose queues are not bounded: nobody without keys gets that far, and a stream must not lose bytes."""
+    """A socket with unbounded queues: only peers with keys reach it, and a stream must not lose bytes."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -163,7 +163,7 @@ def _forward(end: Any, sockets: dict[zmq.Socket[bytes], str]) -> None:
         while True:
             for socket, _ in poller.poll():
                 frames = socket.recv_multipart()
-                with contextlib.suppress(zmq.ZMQError, TypeError):  # a peer that is gone, or a message that is none
+                with contextlib.suppress(zmq.ZMQError, TypeError):  # the peer is gone, or the message is empty
                     handlers[socket](*frames)
 
     threading.Thread(target=run, name="hocket-tunnel", daemon=True).start()

@@ -1,9 +1,9 @@
-"""Fused kernels of the codes: one pass over the values where the torch text has many. On CUDA in Triton, on a CPU compiled C++.
+"""Fused kernels of the codecs: one pass over the values. On CUDA in Triton, on a CPU compiled C++.
 
-The text in each code's own file is the reference, and what runs elsewhere: without Triton or a C++ compiler, and for blocks that
-are no power of two. Kernels give the same bits, but for sums of many values (``sign``, ``bins``), whose order differs; of values of
-equal magnitude ``topk`` takes the first ones here. What a kernel computes of a row depends on that row alone, not on how many there
-are.
+The PyTorch code in each codec's own file is the reference and the fallback: without Triton or a C++ compiler, and for blocks that
+are no power of two. Kernels give the same bits, but for sums of many values (``sign``, ``bins``), whose order differs; of values
+of equal magnitude ``topk`` takes the first ones here. What a kernel computes of a row depends on that row alone, not on how many
+there are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def elementwise_kernels(tensor: Tensor, size: int) -> ModuleType | None:
 
 
 def select_kernels(tensor: Tensor, size: int, chunk: int = SMALLEST) -> ModuleType | None:
-    """The kernels that choose values of rows of ``size`` (of each chunk), and put values at their indices, likewise."""
+    """The kernels that select values of rows of ``size`` (of each chunk) and write values at their indices, likewise."""
     return _found("select", tensor, size, chunk)
 
 
 def native_kernels(tensor: Tensor, size: int) -> ModuleType | None:
-    """The kernels for a CPU, for what has none in Triton."""
+    """The CPU kernels of the operations that have no Triton kernel."""
     return _found("native", tensor, size) if device_of(tensor) == "cpu" else None
 
 

@@ -1,8 +1,8 @@
-"""The library of ``native.cpp``: compiled when a code first runs on a CPU, kept in ``~/.cache/hocket``, loaded from there.
+"""The library of ``native.cpp``: compiled when a codec first runs on a CPU, kept in ``~/.cache/hocket``, loaded from there.
 
 Its name is a hash of the source, the compiler's command and the processor's abilities, so that another processor, which shares the
-folder, compiles its own. Without a C++ compiler codes run as PyTorch operations, which ``hocket doctor`` says; a compiler that
-fails is a warning. ``HOCKET_COMPILE=0`` leaves the library out on purpose.
+folder, compiles its own. Without a C++ compiler codecs run as PyTorch operations, which ``hocket doctor`` reports; a compiler that
+fails gives a warning. ``HOCKET_COMPILE=0`` leaves the library out on purpose.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_built(command)))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"codes on this CPU run as PyTorch operations, which takes several times as long: {_reason(error)}. "
-            "Name another C++ compiler in CXX, or set HOCKET_COMPILE=0 and this warning is not repeated.",
+            f"The kernels of compressions could not be compiled ({_reason(error)}), so they run as PyTorch operations, "
+            "several times slower; name another C++ compiler in CXX, or set HOCKET_COMPILE=0 to silence this warning.",
             stacklevel=2,
         )
         return None
@@ -50,7 +50,7 @@ def compiler() -> str | None:
 
 
 def _built(command: str) -> Path:
-    """The library's path; compiled now if it is not there, while other processes wait for it."""
+    """The library's path; one process compiles a missing library while the others wait."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hocket"
     key = "\0".join((SOURCE.read_text(), command, *FLAGS, *NATIVE, platform.platform(), _processor()))
     path = folder / f"codes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"

@@ -1,4 +1,4 @@
-"""Compiled kernels of the codes on a CPU (``native.cpp``), called as those for CUDA are."""
+"""Compiled CPU kernels of the codecs (``native.cpp``), with the signatures of the CUDA kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function with tensors, as addresses, and numbers. Other threads go on meanwhile."""
+    """Call a function of the library with tensors' addresses and with numbers; other threads run meanwhile."""
     found = getattr(library(), f"hocket_{name}")
     if found.argtypes is None:
         found.restype = None
@@ -29,19 +29,19 @@ def _adjacent(rows: Tensor) -> Tensor:
 
 
 def _real(rows: Tensor) -> Tensor:
-    """Adjacent rows, of float32 where they are no integers: of other types the library would read what is not there."""
+    """Adjacent rows, which are float32 or integers: of another type the library would read beyond their end."""
     assert rows.dtype == torch.float32 or not rows.is_floating_point(), f"codes take float32, not {rows.dtype}"
     return _adjacent(rows)
 
 
 def _of(rows: Tensor) -> tuple[Tensor, int, int, int]:
-    """Rows, how many, their size and their stride, as functions take them."""
+    """Rows, their number, size and stride: arguments of the library's functions."""
     rows = _real(rows)
     return rows, rows.shape[0], rows.shape[1], rows.stride(0)
 
 
 def _floats(rows: int, size: int) -> Tensor:
-    """Room for rows, whatever PyTorch's default type is."""
+    """Empty float32 rows, whatever PyTorch's default type is."""
     return torch.empty(rows, size, dtype=torch.float32)
 
 
@@ -55,7 +55,7 @@ def _encoded(name: str, rows: Tensor, given: tuple[Any, ...], block: int, bits: 
 
 
 def _part(part: Tensor, dtype: torch.dtype, rows: int, width: int) -> Tensor:
-    """A part of a message, as adjacent rows. A peer may send any: ValueError where the library would read what is not there."""
+    """A part of a message as adjacent rows; ValueError where it is smaller than the library reads: a peer may send anything."""
     if part.dtype != dtype or part.dim() != 2 or len(part) < rows or part.shape[1] < width:
         raise ValueError(f"a part has {list(part.shape)} values of {part.dtype}; [{rows}, {width}] of {dtype} were expected")
     return _adjacent(part)

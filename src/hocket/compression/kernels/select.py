@@ -1,4 +1,4 @@
-"""Kernels of *what*: the values of largest magnitude, and values put at their indices. Reference: ``topk.py``, ``threshold.py``.
+"""Kernels of selections: find the largest values, and write values at their indices. Reference: ``topk.py``, ``threshold.py``.
 
 The magnitude that is the k-th largest of a row is found a digit at a time, from the highest bits down: a pass counts how often each
 digit occurs among the values that agree in the digits found before. Of large rows a sample says between which two magnitudes the

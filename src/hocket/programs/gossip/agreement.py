@@ -1,4 +1,4 @@
-"""What gossip workers find out together: where a replacement begins, what all hold now, and the final mean.
+"""What gossip workers compute together: the weights of a replacement, the present mean, and the final mean.
 
 Tasks of a :class:`~hocket.programs.gossip.server.PeerServer`: generators that wait for messages.
 """
@@ -22,13 +22,13 @@ _MAX_LEDGERS_BYTES = 48 * 1024
 
 
 def gather(node: PeerLinks, like: PeerState) -> Task:
-    """What all others that answer hold now, by worker; of the shapes of ``like``."""
+    """The present weights of all others that answer, by worker; of the shapes of ``like``."""
     answers = yield from node.ask_all(node.here, Kind.FETCH, like.bytes)
     return {peer: _part(like, peer, answer) for peer, answer in answers.items()}
 
 
 def look_around(node: PeerServer) -> Task:
-    """The mean of what all workers that answer hold now; no two workers need see the same."""
+    """The mean of the present weights of all workers that answer; two workers may see different ones."""
     parts = yield from gather(node, node.state)
     return mean_of({**parts, node.worker: _own(node)})
 
@@ -73,7 +73,7 @@ def agree(node: PeerServer) -> Task:
     state = node.state
     state.ended = True
     yield from node.ask_all([p for p, other in node.peers.items() if other.silent and not other.left], Kind.BEAT)
-    led, told, since, begun = False, -1, node.now, node.now
+    led, notified, since, begun = False, -1, node.now, node.now
     knows: int | None = None  # a replacement that came after the end has the mean already
     while state.mean is None:
         knows, leader = _who_knows(node), min([*node.here, node.worker])
@@ -82,8 +82,8 @@ def agree(node: PeerServer) -> Task:
         elif leader == node.worker and _all_ended(node, since):
             state.mean = yield from _take_mean(node)
             led = state.mean is not None
-        elif leader not in (told, node.worker):
-            told = leader
+        elif leader not in (notified, node.worker):
+            notified = leader
             node.ask(leader, Kind.BEAT)
         else:
             yield from _wait_for_others(node, since, begun)
@@ -92,7 +92,7 @@ def agree(node: PeerServer) -> Task:
 
 
 def _wait_for_others(node: PeerServer, since: float, begun: float) -> Task:
-    """Until something can be done; after a while, ask again: the leader all others, they the leader."""
+    """Wait for an event that matters; after a while ping again: the leader all others, the others the leader."""
     yield Until(lambda: _who_knows(node) is not None or _all_ended(node, since), node.now + _RETRY_S)
     if _who_knows(node) is None and not _all_ended(node, since):
         leader = min([*node.here, node.worker])
@@ -102,7 +102,7 @@ def _wait_for_others(node: PeerServer, since: float, begun: float) -> Task:
 
 
 def _spread(node: PeerServer, led: bool, knows: int | None) -> Task:
-    """Tell the others, and stay until those who rely on this worker have the mean."""
+    """Tell the others that the mean is there, and stay until those that fetch it from this worker have it."""
     mean = node.state.mean
     assert mean is not None
     for peer in node.here if led else [knows]:
@@ -155,7 +155,7 @@ def _fetch_mean(node: PeerServer, peer: int) -> Task:
     try:
         node.state.fitting(mean.rows)
     except ValueError as error:
-        raise HocketError(f"Worker {peer} has another mean: {error}.") from None
+        raise HocketError(f"The final mean of worker {peer} is of another model ({error}): build the same everywhere.") from None
     return mean
 
 
@@ -167,4 +167,4 @@ def _part(like: PeerState, peer: int, answer: Envelope) -> Part:
     try:
         return like.unpacked(answer.tensors)
     except ValueError as error:
-        raise HocketError(f"Worker {peer} holds other weights: {error}.") from None
+        raise HocketError(f"The weights of worker {peer} are of another model ({error}): build the same everywhere.") from None

@@ -92,7 +92,7 @@ class Calls(Exchanges):
         try:
             theirs = node.state.fitting(message.tensors)
         except ValueError as error:
-            raise HocketError(f"Worker {request.peer} answered with other weights: {error}.") from None
+            raise HocketError(f"The weights of worker {request.peer} are of another model ({error}).") from None
         node.state.complete(theirs, request.message.tensors, request.version)
         node.account.stalled(0.0, 0.0, 0.0)
         metadata = {"incarnation": node.config.incarnation, "settled": request.message.number}

@@ -124,7 +124,7 @@ class PeerLinks(Service):
         """Whether this worker has left: it answers nothing any more."""
         self._number = 0
         self._checked = self._pinged = 0.0
-        self._timed = False  # whether timers run at all: on a perfect virtual network they need not
+        self._timed = False  # False on a perfect virtual network, which needs no timers
         self._late_until = float("-inf")
 
     # --- for programs --------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class PeerLinks(Service):
         if message.kind == Kind.REFUSAL and "incarnation" not in metadata:  # of the link, not of the peer
             if not other.met:
                 raise HocketError(f"Worker {peer}: {metadata.get('sentence')}")
-            self._give_up(peer)  # another process may have its port by now
+            self._give_up(peer)  # another process may listen on its port by now
             return
         incarnation = int(metadata.get("incarnation", other.incarnation))
         if incarnation < other.incarnation:
@@ -237,7 +237,7 @@ class PeerLinks(Service):
                 self._lose(request, taken=True)
 
     def _give_up(self, peer: int) -> None:
-        """A peer is silent: nothing waits for it."""
+        """Count a peer as silent: nothing waits for it."""
         self.peers[peer].silent = True
         for request in self._open_to(peer):
             if not request.exchange:
@@ -282,7 +282,7 @@ class PeerLinks(Service):
         self._set_timer(_CHECK, self.now + CHECK_EVERY_S)
 
     def _notice_suspension(self) -> None:
-        """A check that comes late, or a message that arrives where a check should have come long before: this process was away."""
+        """Detect that this process was suspended: a check is late, or a message arrives long after a check was due."""
         if self._timed and self.now - self._checked > CHECK_EVERY_S + self.config.liveness_timeout_s / 2:
             self._late_until = self.now + _LATE_S
 
@@ -300,7 +300,7 @@ class PeerLinks(Service):
                 self._send(request.peer, replace(request.message, metadata={**request.message.metadata, **self._status()}))
 
     def _ping(self, peer: int) -> None:
-        """Ask for a sign of life, and whether it took the exchange that is open; a replacement says where it is."""
+        """Ask a peer for a sign of life, and whether it took the open exchange; a replacement adds its address."""
         address = self.config.address
         kind, metadata = (Kind.HELLO, {"address": address}) if self.config.joins else (Kind.BEAT, dict[str, Any]())
         about = next((r.message.number for r in self.exchanges_open if r.peer == peer), None)

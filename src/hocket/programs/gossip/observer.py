@@ -22,13 +22,13 @@ class PeerObserver(PeerLinks):
 
     @event
     def start(self, now: float) -> None:
-        """Begin to watch over requests."""
+        """Start the timer that repeats requests."""
         self._checked = self._pinged = now
         self._start_checks()
 
     @event
     def move(self, addresses: Sequence[str | None], now: float) -> None:
-        """The workers are at these addresses now; None: that one is gone."""
+        """Update the workers' addresses; None: that worker is gone."""
         for worker, address in enumerate(addresses):
             other = self.peers[worker]
             if other.address != address or other.left != (address is None):

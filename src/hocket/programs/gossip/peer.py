@@ -58,7 +58,7 @@ class GossipPeer(PeerServer):
 
     @event
     def start(self, rows: Sequence[Tensor], now: float, buffers: Tensor | None = None) -> Task:
-        """Begin with these weights; a replacement gets others, the mean of what all hold, from the workers that live."""
+        """Begin with these weights; a replacement instead gets the mean weights of the live workers."""
         self.rows, self.state = rows, PeerState(rows, joined=not self.config.joins)
         self.state.buffers = buffers
         self._checked = self._pinged = self.now
@@ -83,7 +83,7 @@ class GossipPeer(PeerServer):
 
     @event
     def before_update(self, now: float) -> Task:
-        """A gradient is there: wait for the exchange under way, and show the weights as they are by now in ``rows``."""
+        """A gradient is computed: wait for the exchange under way, and write the present weights into ``rows``."""
         return self._begin("before")
 
     @event
@@ -105,7 +105,7 @@ class GossipPeer(PeerServer):
 
     @event
     def drain(self, now: float) -> Task:
-        """Wait for all exchanges with workers that can be reached, and show the weights."""
+        """Wait for all exchanges with workers that can be reached, and write the weights into ``rows``."""
         return self._begin("drain")
 
     @event
@@ -125,7 +125,7 @@ class GossipPeer(PeerServer):
 
     @event
     def peer_lost(self, worker: int, incarnation: int, now: float) -> None:
-        """This process of a worker is known to be dead."""
+        """This process of a worker has died."""
         if incarnation >= self.peers[worker].incarnation:
             self._replaced(worker, incarnation + 1)
             self.peers[worker].left = True
@@ -162,7 +162,7 @@ class GossipPeer(PeerServer):
             self.state.buffers = self.joined.buffers if self.joined.buffers is not None else self.state.buffers
             self._show()
         elif self.config.greets:
-            yield from self.ask_all(self.here, Kind.BEAT)  # a wrong key or job is found out before anything begins
+            yield from self.ask_all(self.here, Kind.BEAT)  # finds a wrong key or job before training begins
         self.account.resume(self.now)
 
     def _before(self, begun: float) -> Task:
@@ -192,7 +192,7 @@ class GossipPeer(PeerServer):
         self.accounts[str(self.worker)] = self.ledger()
 
     def _uncounted(self, task: Task) -> Task:
-        """A task beside the training: its time does not count."""
+        """A task whose time does not count as training."""
         counted = self.account.paused is None
         if counted:
             self.account.pause(self.now)
@@ -217,7 +217,7 @@ class GossipPeer(PeerServer):
     # --- the model -----------------------------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """Add what changed the model since it was last shown the weights: an update, or the user."""
+        """Add to the state what changed in ``rows`` since they were last written: an update, or the user's change."""
         rows = flat(self.rows)
         if not all(torch.equal(new, old) for new, old in zip(rows, self._shown, strict=True)):
             self.state.add(self._shown, rows, self._changes)
@@ -234,7 +234,7 @@ class GossipPeer(PeerServer):
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def strategy_state(self) -> dict[str, Any]:
-        """What this worker adds to the weights of its model: where it stands, and the weight that these have in the mean."""
+        """The state beside the model's weights: this worker's step and turn, and its push-sum weight."""
         return {"step": self.step, "turn": self.exchanges.turn, "push_sum_weight": self.state.push_sum_weight}
 
     def end_state(self) -> dict[str, Any]:

@@ -66,15 +66,15 @@ class PeerServer(PeerLinks):
         """The workers that have fetched the final mean here."""
 
     def ledger(self) -> dict[str, Any]:
-        """This worker's account; an exchange with a worker that cannot be reached counts as lost for as long."""
+        """This worker's account; exchanges with workers that cannot be reached count as lost meanwhile."""
         open_ = sum(not self.reachable(request.peer) for request in self.exchanges_open)
         return {**self.account.describe(self.now), "lost": self.account.lost + open_}
 
     def say_late(self, waited_s: float) -> None:
         """This worker has ended and waits for those that have not: name them, if it takes long."""
         behind = {peer: other for peer, other in self.peers.items() if peer in self.here and other.phase != ENDED}
-        told = [[peer, None, self.now - other.heard, "has not ended"] for peer, other in behind.items()]
-        text = self.late.judge(self.worker, self.step, waited_s, told)
+        behind_since = [[peer, None, self.now - other.heard, "has not ended"] for peer, other in behind.items()]
+        text = self.late.judge(self.worker, self.step, waited_s, behind_since)
         self._effects += [Say(text)] * bool(text)
 
     def on_message(self, sender: Address, message: Envelope) -> None:
@@ -94,7 +94,7 @@ class PeerServer(PeerLinks):
         self._serve(sender, message, handlers)
 
     def _admit(self, message: Envelope) -> None:
-        """Refuse who is not of this job, and processes that were replaced."""
+        """Reject workers of other jobs, and processes that were replaced."""
         sender, metadata = message.sender, message.metadata
         if sender == OBSERVER:
             if message.kind not in (Kind.BEAT, Kind.FETCH):
@@ -129,7 +129,7 @@ class PeerServer(PeerLinks):
     def _apply(self, message: Envelope) -> Envelope:
         """Take a PUSH, all of it or nothing; the answer to it."""
         if self.now < self._late_until:
-            raise Rejected("late", "This worker was suspended, and what was sent to it meanwhile is old.")
+            raise Rejected("late", "This worker was suspended, so a push sent meanwhile is too old.")
         self._require_weights()
         if self.state.mean is not None:
             raise Rejected("over", "The training has ended on this worker.")
@@ -151,7 +151,7 @@ class PeerServer(PeerLinks):
             self._answer(peer, Kind.REPLY, decision.number, {}, decision.reply.tensors)
 
     def _decide(self, peer: bytes, message: Envelope) -> None:
-        """A sender asks about a PUSH that it got no answer to: what was not taken by now never will be."""
+        """Answer a sender that asks about its PUSH; one that was not taken by now is refused for good."""
         number = whole(message.metadata["about"], 0, 1 << 62)
         if message.metadata["to"] != self.config.incarnation:
             return  # it was for a process that is gone; the answer says so
@@ -213,7 +213,7 @@ class PeerServer(PeerLinks):
     def _replaced(self, peer: int, incarnation: int) -> None:
         decision = self.decisions.pop(peer, None)
         if decision is not None and decision.reply is not None and not self.push_sum:
-            self.account.lost += 1  # as far as this worker knows, only one side has taken the mean
+            self.account.lost += 1  # for all that this worker knows, only one side has taken the mean
         super()._replaced(peer, incarnation)
 
     def _require_weights(self) -> None:

@@ -81,11 +81,11 @@ class PeerState:
         return sum(row.nbytes for row in self.x) + (0 if self.buffers is None else self.buffers.nbytes)
 
     def look(self) -> Rows:
-        """The weights to compute at."""
+        """The weights ``x / ω`` at which gradients are computed."""
         return list(self.x) if self.push_sum_weight == 1.0 else [x / self.push_sum_weight for x in self.x]
 
     def begin_at(self, rows: Rows) -> None:
-        """Take part from now on, with these weights and a push-sum weight of 1."""
+        """Begin with these weights and a push-sum weight of 1."""
         self._replace(rows, 1.0)
         self.joined = True
 
@@ -98,7 +98,7 @@ class PeerState:
         self.version += 1
 
     def average(self, theirs: Rows) -> Rows:
-        """Take the mean with a caller's weights; the own weights from before, for the caller."""
+        """Average with a caller's weights; returns the weights from before, for the caller."""
         before = self.x
         self._replace([(x + y) / 2 for x, y in zip(before, theirs, strict=True)], self.push_sum_weight)
         self.heard += 1
@@ -114,12 +114,12 @@ class PeerState:
         self.heard += 1
 
     def halve(self) -> tuple[Rows, float]:
-        """Keep half; the other half."""
+        """Keep half of the weights and of the push-sum weight; returns the other half."""
         self._replace([x / 2 for x in self.x], self.push_sum_weight / 2)
         return self.x, self.push_sum_weight
 
     def take_in(self, part: Sequence[Tensor], weight: float, own: bool = False) -> None:
-        """Add a half; ``own``: one that comes back."""
+        """Add a received half; ``own``: this worker's own half, which the receiver refused."""
         self._replace([x + y for x, y in zip(self.x, part, strict=True)], self.push_sum_weight + weight)
         self.heard += not own
 

@@ -126,7 +126,8 @@ class BatchDispatcher:
         return len(returned)
 
     def recover(self, worker: int, numbers: Sequence[int]) -> int:
-        """A worker has these after all: those that nobody has taken since are its own; how many of them were taken for lost.
+        """A worker that was given up still has these: it keeps those that nobody has taken since; returns how many had counted as
+        lost.
 
         After a restart from a snapshot a worker may hold numbers which this dispatcher has not handed out yet.
 
@@ -154,7 +155,7 @@ class BatchDispatcher:
         return sorted(self._held.get(worker, ()))
 
     def state_dict(self) -> dict[str, Any]:
-        """To go on from, with who holds what."""
+        """The state to resume from, with the numbers that each worker holds."""
         held = {worker: sorted(numbers) for worker, numbers in self._held.items() if numbers}
         numbers = {"returned": list(self.returned), "unlost": sorted(self._unlost), "held": held}
         return {"total": self.total, "following": self.following, "counted": self.counted, **numbers}
@@ -195,8 +196,8 @@ class EpochSnapshots:
         self._kept: dict[int, EpochSnapshot] = {}
 
     def look(self, progress: int, take: Callable[[], EpochSnapshot]) -> None:
-        """Keep what ``take`` gives if ``progress`` has come to the end of one epoch or more; the oldest is dropped where there are
-        many."""
+        """Keep the snapshot of ``take()`` if ``progress`` has passed the end of an epoch; the oldest one is dropped where there
+        are many."""
         if not self.per_epoch:
             return
         ended = -(-self.total // self.per_epoch) if progress >= self.total else progress // self.per_epoch

@@ -102,7 +102,7 @@ class Membership(Service):
         if not weights or not all(w.is_floating_point() for w in weights):
             raise ValueError("weights are floating-point numbers")
         self._start_shard(config, start, weights, read_state(metadata.get("state", []), tensors[len(weights) :]))
-        if self.snapshot_s > 0:  # that the job has weights must survive a restart
+        if self.snapshot_s > 0:  # durable: that the job has weights must survive a restart
             self._save(durable=True)
 
     def _start_shard(
@@ -126,7 +126,7 @@ class Membership(Service):
         return self.members[worker]
 
     def _known(self, peer: bytes, message: Envelope) -> tuple[Shard, Member]:
-        """The worker that sends this; back, if it was gone."""
+        """The shard and the worker that sends this; a worker that was given up is present again."""
         if self.shard is None:
             raise Rejected("hello", "This shard has no weights yet: say hello first.")
         member = self._member(message.sender)
@@ -160,7 +160,7 @@ class Membership(Service):
         self._look_at_epoch()
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
-        with contextlib.suppress(Rejected):  # it may come before the hello
+        with contextlib.suppress(Rejected):  # a push may arrive before the hello
             shard, member = self._known(peer, message)
             member.doing = str(message.metadata.get("doing", ""))[:_LONGEST_DOING]
             if message.metadata.get("waits_elsewhere"):
@@ -196,7 +196,7 @@ class Membership(Service):
 
     @property
     def progress(self) -> int:
-        """Mini-batches that are done with, whether they had their effect or were lost."""
+        """How many mini-batches are over, whether applied or lost."""
         if self.shard is None:
             return 0
         if self.dispatcher is not None:
@@ -214,7 +214,7 @@ class Membership(Service):
         return self.lost + (max(self.progress - self.pushed, 0) if self._strategy.sync.static_partition else 0)
 
     def figures(self) -> dict[str, Any]:
-        """Where the job stands, as plain data."""
+        """The state of the job as plain data."""
         assert self.shard is not None
         return {
             "progress": self.progress,
@@ -252,7 +252,7 @@ class Membership(Service):
 
     def _order(self, peer: bytes, message: Envelope) -> None:
         if message.sender != OBSERVER:
-            raise Rejected("worker", "Only observers give orders.")
+            raise Rejected("worker", "Only observers may send an ORDER.")
         gone, unseen = message.metadata.get("gone"), message.metadata.get("unseen")
         # ``unseen``: unless another process has said hello as this worker meanwhile.
         if self.shard is not None and gone in self.shard.done and not (unseen and self.members[gone].incarnation):

@@ -1,4 +1,4 @@
-"""An observer of the shards: it asks where the job stands and for the weights after an epoch, and reports dead workers."""
+"""An observer of the shards: it asks for the state of the job and for the weights after an epoch, and reports dead workers."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class GlobalWeights:
-    """What all shards hold: rows ``[1, values]`` per bucket, and the workers' mean buffers."""
+    """The weights of all shards: rows ``[1, values]`` per bucket, and the workers' mean buffers."""
 
     rows: list[Tensor]
     buffers: Tensor | None
@@ -52,7 +52,7 @@ class ShardObserver(Program):
 
     @event
     def tell(self, now: float, **order: Any) -> None:
-        """Give all shards an order; nobody waits for the answer."""
+        """Send an order to all shards, without waiting for the answer."""
         self._order(0, order)
 
     @event
@@ -107,4 +107,4 @@ class ShardObserver(Program):
         first = self._parts[0]
         buffers = first.tensors[-2].clone() if first.metadata.get("buffers") else None
         figures = {place: read_figures(part.tensors) for place, part in self._parts.items()}
-        return GlobalWeights(rows, buffers, figures[0], max(int(told.get("lost", 0)) for told in figures.values()))
+        return GlobalWeights(rows, buffers, figures[0], max(int(figure.get("lost", 0)) for figure in figures.values()))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 from hocket.optim.delayed_nesterov import DelayedNesterov
 from hocket.strategy import Strategy
 from hocket.topology.server import OPTIMIZERS
@@ -52,7 +52,7 @@ class OptimizerSpec:
             return cls(instead, tuple({k: _plain(g[k]) for k in kept if k in g} for g in optimizer.param_groups))
         if name not in OPTIMIZERS or KNOWN.get(name) is not type(optimizer):
             raise HocketError(
-                f"{type(optimizer).__name__} looks at whole tensors, or is not torch's own, and a shard holds slices of them; "
+                f"{type(optimizer).__name__} computes with whole tensors, or is not torch's own, but a shard holds slices; "
                 f"use one of {', '.join(OPTIMIZERS)}, or server(role=sum), where the optimiser stays with the workers."
             )
         return cls(name, tuple({k: _plain(v) for k, v in g.items() if k not in _OWN} for g in optimizer.param_groups))
@@ -84,12 +84,12 @@ class OptimizerSpec:
                 )
         return found if any(found) else []
 
-    def changed(self, told: Any) -> list[Options]:
+    def changed(self, changes: Any) -> list[Options]:
         """The options of all groups with what a worker told of :meth:`changes`; ValueError where it is something else."""
-        if not isinstance(told, list) or len(told) not in (0, len(self.groups)):
+        if not isinstance(changes, list) or len(changes) not in (0, len(self.groups)):
             raise ValueError("changed options are not those of this optimiser")
         found = []
-        for own, new in zip(self.groups, told or [{}] * len(self.groups), strict=True):
+        for own, new in zip(self.groups, changes or [{}] * len(self.groups), strict=True):
             if not isinstance(new, dict) or not all(k in own and _numeric(own[k]) and _numeric(v) for k, v in new.items()):
                 raise ValueError("changed options are not those of this optimiser")
             found.append({k: v for k, v in {**own, **{k: _restore(v) for k, v in new.items()}}.items() if k != "lr"})
@@ -170,14 +170,14 @@ def load_rows(optimizer: Optimizer, parameters: Sequence[nn.Parameter], state: S
     """
     if len(state) != len(parameters):
         raise ValueError(f"the optimiser's state of {len(state)} buckets instead of {len(parameters)}")
-    for parameter, told in zip(parameters, state, strict=True):
+    for parameter, entry in zip(parameters, state, strict=True):
         group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
         probe = nn.Parameter(parameter.detach().new_zeros(1))
         probe.grad = torch.zeros_like(probe)
         one = type(optimizer)([{**group, "params": [probe]}])  # type: ignore[call-arg]
         one.step()
         kinds = {k: v for k, v in one.state[probe].items() if v is not None}
-        for k, value in told.items():
+        for k, value in entry.items():
             row = isinstance(value, torch.Tensor)
             if k not in kinds or row != (isinstance(kinds[k], torch.Tensor) and kinds[k].dim() > 0):
                 raise ValueError(f"the optimiser has no state {str(k)[:50]} of this kind")
@@ -187,13 +187,13 @@ def load_rows(optimizer: Optimizer, parameters: Sequence[nn.Parameter], state: S
                 raise ValueError(f"the optimiser's {k} is no number")
         optimizer.state[parameter] = {
             k: v.clone() if isinstance(v, torch.Tensor) else torch.tensor(v) if isinstance(kinds[k], torch.Tensor) else v
-            for k, v in told.items()
+            for k, v in entry.items()
         }
 
 
 def _numeric(value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
-    return all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    return all(is_number(v) and math.isfinite(v) for v in values)
 
 
 def _plain(value: Any) -> Any:

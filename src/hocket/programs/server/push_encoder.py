@@ -1,4 +1,4 @@
-"""What a worker pushes: its gradients cut into slices, coded, with error feedback; and how a shard reads them.
+"""What a worker pushes: its gradients cut into slices, encoded, with error feedback; and how a shard reads them.
 
 Every bucket is cut into one slice per shard. Slices are consecutive, except where the code compares values (top-k): there shard
 ``s`` of ``k`` holds every ``k``-th value, so that each slice is a fair sample of all layers. Optimisers on shards are elementwise,
@@ -36,7 +36,7 @@ class Slices:
 
     @classmethod
     def of(cls, strategy: Strategy, layout: Layout, workers: int = 1) -> Slices:
-        """As ``strategy`` cuts ``layout`` for ``workers`` workers."""
+        """The slices into which ``strategy`` cuts ``layout`` for ``workers`` workers."""
         shards = strategy.topology.num_shards(workers)
         if shards > layout.parameters:
             raise HocketError(

@@ -96,7 +96,7 @@ class ShardRequests(Client):
         self.sync = config.strategy.sync
         self.account = Account()
         self.late = LateAnswers()
-        self._waiting: tuple[str, float] | None = None  # in what, and since when
+        self._waiting: tuple[str, float] | None = None  # the doing and its beginning
         self.step = 0
         """Steps done; a worker that was away goes on with the others."""
         self._encoder = PushEncoder(config.strategy, self.slices, config.worker, config.world, config.seed)
@@ -263,13 +263,13 @@ class ShardRequests(Client):
         self._sent = self.now
 
     def residuals(self) -> list[Tensor | None] | None:
-        """What error feedback holds back, per bucket; None while steps wait to be pushed."""
+        """The residuals of error feedback per bucket; None while steps wait to be pushed."""
         codec = self._encoder.codec
         waits = codec is not None and codec.uses_error_feedback and self._last_push < self.step
         return None if waits else list(self._encoder.errors)
 
     def begin_with(self, residuals: Sequence[Tensor | None]) -> None:
-        """Owe this, per bucket, from the first push on."""
+        """Begin with these residuals, per bucket, before the first push."""
         device = self.rows[0].device
         self._encoder.errors = [None if error is None else error.to(device) for error in residuals]
 

@@ -44,7 +44,7 @@ class Shard(ABC):
         ``seen`` is the version of the weights they were computed at, where that is not the last one given.
         """
 
-    def set_options(self, told: Any) -> None:  # noqa: B027 - a mean of weights has none
+    def set_options(self, changes: Any) -> None:  # noqa: B027 - a mean of weights has none
         """The optimiser's options of the push that comes next, as far as they have changed (:meth:`OptimizerSpec.changes`)."""
 
     @abstractmethod
@@ -62,10 +62,10 @@ class Shard(ABC):
 
     @abstractmethod
     def leave(self, worker: int) -> bool:
-        """A worker is gone; what it pushed stays, except where the others had not come so far: that is lost (True)."""
+        """A worker is gone; its pushes stay, except those of steps that the others had not reached: these are lost (True)."""
 
     def skip(self, worker: int) -> None:  # noqa: B027 - only meetings wait for pushes of all
-        """A worker has long been waiting for another shard: nobody waits for it here."""
+        """A worker has long been waiting for another shard: this shard does not wait for it."""
 
     @property
     def slowest(self) -> int:
@@ -73,7 +73,7 @@ class Shard(ABC):
         return min(self.done.values(), default=0)
 
     def called(self) -> list[int]:
-        """Workers that the others wait for at a meeting."""
+        """Workers for which the others wait at a meeting."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,8 +176,8 @@ class ParameterShard(Shard):
         self._step_with_quorum()
         return lost
 
-    def set_options(self, told: Any) -> None:
-        self._options = self.spec.changed(told)
+    def set_options(self, changes: Any) -> None:
+        self._options = self.spec.changed(changes)
 
     # --- updates -------------------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class ParameterShard(Shard):
             self._step_up_to(max((step for step, _ in self._waiting.values()), default=0))
 
     def _complete(self, worker: int, step: int) -> None:
-        """A worker is at ``step``, so all have pushed what it pushed before; a restart has forgotten pushes that are not here."""
+        """A worker is at ``step``, so all pushes of earlier steps were made; those that are missing here were lost in a restart."""
         if self.together and worker in self._waiting and self._waiting[worker][0] < step:
             self._step_up_to(self._waiting[worker][0])
 

@@ -88,7 +88,7 @@ class ShardServer(Membership):
         self._release()
 
     def on_timer(self, name: str) -> None:
-        """What time demands: workers that are silent, those who wait and want to know that we live, snapshots."""
+        """Give up silent workers, send WAIT to waiting ones, and take snapshots when they are due."""
         now = self.now
         suspended_s, self._checked = max(now - self._checked - 1.0, 0.0), now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
@@ -111,7 +111,7 @@ class ShardServer(Membership):
             self._effects.append(Finished())
 
     def _behind(self, worker: int, request: Request) -> list[list[Any]]:
-        """Whom a worker waits for: their numbers, steps, seconds since they were heard of, and what they do."""
+        """For whom a worker waits: their numbers, steps, seconds since the last message, and what they do."""
         assert self.shard is not None
         done = self.shard.done
         late = self.shard.called() or sorted((w for w in done if request.final or done[w] < request.step), key=lambda w: done[w])
@@ -127,7 +127,7 @@ class ShardServer(Membership):
             raise Rejected("worker", f"Worker {worker} has left.")
         done, period = shard.done[worker], self._strategy.sync.period
         if not 1 <= step <= done + period:
-            raise Rejected("step", f"Step {step} of worker {worker} was pushed where {done + 1} to {done + period} come next.")
+            raise Rejected("step", f"Worker {worker} pushed step {step}, but steps {done + 1} to {done + period} come next.")
         if step > done:
             lrs, seen = [float(lr) for lr in metadata["lrs"]], metadata.get("seen")
             ids, figures = [whole(number) for number in metadata.get("batch_ids", [])], checked(metadata.get("figures", {}))
@@ -187,7 +187,7 @@ class ShardServer(Membership):
             self._look_at_epoch()
 
     def _open(self, peer: bytes, member: Member, message: Envelope) -> Request | None:
-        """The worker waits for this; None where the message is older than what was asked or answered since."""
+        """Open the worker's request; None where the message is older than its last request or answer."""
         metadata, number = message.metadata, message.number
         if number < member.answered or (member.request is not None and number < member.request.number):
             return None
@@ -198,7 +198,7 @@ class ShardServer(Membership):
         return member.request
 
     def _release(self) -> None:
-        """Answer all who may go on."""
+        """Answer the requests of all workers that may continue."""
         if self.shard is None:
             return
         for worker, member in self.members.items():
@@ -235,7 +235,7 @@ class ShardServer(Membership):
         self._answer(request.peer, Kind.REPLY, request.number, metadata, tensors, member.reached)
 
     def _save_final(self) -> None:
-        """What workers take for the final weights must survive a restart: nobody is left then to tell what was forgotten."""
+        """Save the final weights durably before workers get them: after a restart no worker would be left to push again."""
         assert self.shard is not None
         if self.snapshot_s > 0 and self._final != self.shard.version:
             self._final = self.shard.version
@@ -252,7 +252,7 @@ class ShardServer(Membership):
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def extend(self, total: int) -> None:
-        """There are ``total`` mini-batches from now on."""
+        """Make the training longer: ``total`` mini-batches from now on."""
         self._start_config["total"] = self.epochs.total = total
         if self.dispatcher is not None:
             self.dispatcher.total = total
@@ -281,7 +281,7 @@ class ShardServer(Membership):
         self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])
         assert self.shard is not None
         if (place := unlike(self.shard.state_dict(), state["shard"])) is not None:
-            raise ValueError(f"it is of another structure at '{place}'")
+            raise ValueError(f"its structure differs at '{place}'")
         self.shard.load_state_dict(state["shard"])
         for worker, saved in state["members"].items():
             values = {**saved, "figures": json.loads(saved["figures"]), "incarnation": bytes.fromhex(saved["incarnation"])}

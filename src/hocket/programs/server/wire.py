@@ -1,4 +1,4 @@
-"""What workers and shards write into envelopes: coded gradients, terms that both must agree on, and what a message weighs."""
+"""What workers and shards write into envelopes: encoded gradients, terms that both must agree on, and the size of a message."""
 
 import json
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def job_id(text: str) -> bytes:
 
 
 def link_bytes(strategy: Strategy, layout: Layout) -> int:
-    """The largest message of a job: a shard's slice, coded as badly as can be or with an optimiser's state (two values per weight),
-    all buffers, and room for header and metadata."""
+    """The largest message of a job: a shard's slice, in the least favourable encoding or with an optimiser's state (two values per
+    weight), all buffers, and room for header and metadata."""
     shards = strategy.topology.num_shards(1)  # at least; more make it smaller
     return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + layout.buffer_bytes + (1 << 20)
 
@@ -90,7 +90,7 @@ def as_messages(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> l
 def gradients_of(
     strategy: Strategy, messages: Sequence[Message], like: Sequence[Tensor], step: int, worker: int, world: int, seed: int
 ) -> list[Tensor]:
-    """What a push stands for, of the shapes and dtypes of ``like``; raises ValueError where it is something else."""
+    """The gradients of a push, of the shapes and dtypes of ``like``; ValueError where they do not fit."""
     if len(messages) != len(like):
         raise ValueError(f"{len(messages)} buckets instead of {len(like)}")
     found = []
@@ -106,23 +106,23 @@ def gradients_of(
 
 def write_state(state: Sequence[dict[str, Any]], slices: Slices, shard: int) -> tuple[list[dict[str, Any]], list[Tensor]]:
     """A shard's slice of an optimiser's state: per bucket its numbers (None: the next of the tensors)."""
-    told = [{k: None if isinstance(v, Tensor) else v for k, v in bucket.items()} for bucket in state]
+    plain = [{k: None if isinstance(v, Tensor) else v for k, v in bucket.items()} for bucket in state]
     rows = [(b, v) for b, bucket in enumerate(state) for v in bucket.values() if isinstance(v, Tensor)]
-    return told, [slices.cut(b, row)[shard].clone().contiguous() for b, row in rows]
+    return plain, [slices.cut(b, row)[shard].clone().contiguous() for b, row in rows]
 
 
-def read_state(told: Any, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], ...]:
+def read_state(plain: Any, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], ...]:
     """Back from :func:`write_state`; raises ValueError where they do not fit."""
-    if not isinstance(told, list) or not all(isinstance(bucket, dict) for bucket in told):
+    if not isinstance(plain, list) or not all(isinstance(bucket, dict) for bucket in plain):
         raise ValueError("the optimiser's state is not that of buckets")
-    if sum(v is None for bucket in told for v in bucket.values()) != len(tensors):
+    if sum(v is None for bucket in plain for v in bucket.values()) != len(tensors):
         raise ValueError(f"{len(tensors)} tensors beside the weights, but the optimiser's state has another number")
     rest = iter(tensors)
-    return tuple({str(k): next(rest) if v is None else v for k, v in bucket.items()} for bucket in told)
+    return tuple({str(k): next(rest) if v is None else v for k, v in bucket.items()} for bucket in plain)
 
 
 def write_figures(figures: dict[str, Any]) -> Tensor:
-    """Where a job stands, as bytes: the accounts of many workers do not fit into metadata."""
+    """The state of a job as bytes: the accounts of many workers do not fit into metadata."""
     return torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
 
 

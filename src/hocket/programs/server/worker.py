@@ -1,4 +1,5 @@
-"""The worker's side of the parameter server: it adds up gradients, pushes them, fetches weights, and waits where it must.
+"""The worker's side of the parameter server: it adds up gradients, pushes them, fetches weights, and waits where the strategy says
+so.
 
 Whoever trains calls, per step, :meth:`ServerWorker.before_update` with the gradients, steps its own optimiser if
 :attr:`ServerWorker.steps_locally` says so, and calls :meth:`ServerWorker.after_update`. While the program is ``busy`` the worker
@@ -98,17 +99,17 @@ class ServerWorker(ShardRequests):
 
     @event
     def take_batch(self, now: float) -> Task:
-        """Make sure that a mini-batch lies ready, if there is one left."""
+        """Fetch a mini-batch in advance, if there is one left."""
         return self._ensure_batch()
 
     @property
     def may_get_batch(self) -> bool:
-        """Whether :meth:`take_batch` may find a mini-batch where none lies ready."""
+        """Whether :meth:`take_batch` may get a mini-batch where none is ready."""
         return self.open or not self.over
 
     @event
     def flush(self, now: float) -> Task:
-        """Apply what was requested, and push what has not been pushed yet."""
+        """Apply the requested weights, and push the remaining sums."""
         return self._flush()
 
     @event
@@ -144,7 +145,7 @@ class ServerWorker(ShardRequests):
     # --- tasks ---------------------------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Where displacements are pushed: how far this worker has come since the last one."""
+        """Where displacements are pushed: the displacement since the last push."""
         if self.sync.outer_optimizer is not None:
             now = [rows[0].clone() for rows in self.rows]
             self._sums = [then - own for then, own in zip(self._fetched, now, strict=True)]
@@ -158,7 +159,7 @@ class ServerWorker(ShardRequests):
         self._gradients = []
 
     def _meet(self, then: str = "after") -> Task:
-        """Bring these weights to the others, and take the mean."""
+        """Push these weights, and take the mean of all workers'."""
         self._sums = [rows[0].clone() for rows in self.rows]
         self._steps_last_time, self._steps_since_meeting = self._steps_since_meeting, 0
         self._push(True, self._want())
@@ -203,7 +204,7 @@ class ServerWorker(ShardRequests):
         begun = self.now if begun is None else begun
         self._waiting = then, begun
         for link in self.links:
-            link.heard = max(link.heard, begun)  # while this worker computed it did not look
+            link.heard = max(link.heard, begun)  # this worker did not read messages while it computed
         yield Until(self._answered)
         self._waiting = None
         self.late.ended(self.now - begun)
@@ -221,7 +222,7 @@ class ServerWorker(ShardRequests):
             held, moved = max(held, float(reply.metadata["held"])), max(moved, float(reply.metadata["at"]) - link.offset_s)
             reached = max(reached, reply.step)
             if link.request is not None and link.request.kind == Kind.PUSH:
-                self.pushed = max(self.pushed, link.request.step)  # only now is it known to be there
+                self.pushed = max(self.pushed, link.request.step)  # the push is known to be applied only now
             link.request = None
         # What moved before the worker stood still was hidden, as far as the shard's clock tells.
         self.account.stalled(self.now - begun, held, max(min(moved, begun) - self._sent - held, 0.0))
@@ -245,7 +246,7 @@ class ServerWorker(ShardRequests):
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def strategy_state(self) -> dict[str, Any]:
-        """What this worker adds to the weights on the shards; a push under way counts as there."""
+        """The state beside the weights on the shards; a push under way counts as applied."""
         state: dict[str, Any] = {"step": self.step, "pushed": self._last_push}
         state |= {"since": self._steps_since_meeting, "since_s": self.now - self._met}
         sums = self._sums

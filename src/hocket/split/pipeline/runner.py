@@ -129,9 +129,9 @@ class PipelineRunner:
         if not isinstance(wire, Wire):
             if self.axis.size > 1:
                 own = tree_map_only(Tensor, Tensor.cpu, dict(output) if isinstance(output, Mapping) else output)
-                heard = self.axis.gather_plain(own)[source]
+                received = self.axis.gather_plain(own)[source]
                 if output is None:  # a mapping of the model's own class, as it is there
-                    output = type(wire)(**heard) if isinstance(wire, Mapping) else heard
+                    output = type(wire)(**received) if isinstance(wire, Mapping) else received
             return tree_map_only(Tensor, lambda t: t.to(device), output)
         if output is not None:
             common = output.to("cpu", wire.dtype).contiguous()

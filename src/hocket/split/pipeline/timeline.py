@@ -113,8 +113,8 @@ def gather(axis: Axis, spans: Collection[Span]) -> Timeline:
     """
     axis.all_reduce(torch.zeros(1))
     own = time.perf_counter(), [(*span.action, span.start, span.end) for span in spans]
-    told = axis.gather_plain(own)
-    everyone = [(now, [Span(Action(*action), a, b) for *action, a, b in row]) for now, row in told]
+    gathered = axis.gather_plain(own)
+    everyone = [(now, [Span(Action(*action), a, b) for *action, a, b in row]) for now, row in gathered]
     shifts = [now - everyone[0][0] if abs(now - everyone[0][0]) > _ANOTHER_CLOCK_S else 0.0 for now, _ in everyone]
     origin = min((span.start - shift for shift, (_, row) in zip(shifts, everyone, strict=True) for span in row), default=0.0)
     return Timeline(

@@ -107,7 +107,7 @@ class RecordedStage(nn.Module):
         self.calls, self.span, self.wires, self.shapes, self.enter, self.leave = calls, span, wires, shapes, enter, leave
         self.own = [calls[i].module for i in span]
         self.kept = {id(m) for m in (*self.own, *unused)}
-        self.model = (model,)  # not a module of this one
+        self.model = (model,)  # kept out of this module's children
         self.marking = False
         held = pruned(model, self.kept)
         self._modules, self._parameters, self._buffers = held._modules, held._parameters, held._buffers

@@ -87,7 +87,7 @@ def split_tensor(
     for name, kind in found.kinds.items():
         if kind != "whole":
             _split(model, name, modules[name], kind, cut, found)
-    for names in found.together:  # all enter as the first does
+    for names in found.together:  # all inputs enter as the first does
         layers: list[Any] = [model.get_submodule(name) for name in names]
         layers[0].enter.layers = len(layers)
         for layer in layers[1:]:

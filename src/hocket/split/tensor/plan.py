@@ -82,12 +82,12 @@ def automatic(model: nn.Module, size: int) -> TensorPlan:
     for node, name in flow.linears():
         if not _inside(name, plan.kinds) and (found := flow.sources(node)):
             _pair(found[0], name, found[1], flow, size, shared, plan)
-    told = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]  # as in transformers
+    declared = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]  # as in transformers
     for users in shared.values():
-        _find_tied(users, flow, size, plan, told)
+        _find_tied(users, flow, size, plan, declared)
     for name, module in flow.modules.items():
         if name not in plan.kinds and not _inside(name, plan.kinds):
-            _find_left_over(name, module, flow, size, plan, told)
+            _find_left_over(name, module, flow, size, plan, declared)
     plan.kinds = {name: plan.kinds[name] for name in flow.modules if name in plan.kinds}
     plan.together = flow.together([name for name, kind in plan.kinds.items() if kind in ("columns", "gather")])
     _check_shared(flow, plan.kinds)
@@ -131,7 +131,7 @@ def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: 
         plan.dropouts |= set(dropouts)
 
 
-def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan, told: list[Any]) -> None:
+def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan, declared: list[Any]) -> None:
     """An embedding that is also the head, as one parameter of two modules: by the vocabulary in both. Anything else stays whole.
 
     That nothing else reads its weight is known of a model that was traced, and of one that names these modules itself (``told``).
@@ -139,7 +139,7 @@ def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan, told: 
     if any(_inside(name, plan.kinds) or name in plan.kinds for name in users):
         return  # checked at the end
     modules = [flow.modules[name] for name in users]
-    known = flow.complete or any(m is module for m in told for module in modules)
+    known = flow.complete or any(m is module for m in declared for module in modules)
     alike = known and all(type(m) in (nn.Embedding, nn.Linear) and not spared(m) for m in modules)
     unread = not any(f"{name}.weight" in flow.read for name in users)
     if alike and unread and not any(_width(m, "gather")[0] % size for m in modules):
@@ -151,7 +151,7 @@ def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan, told: 
         plan.kinds[name], plan.reasons[name] = "whole", "it shares a parameter with another module"
 
 
-def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: TensorPlan, told: list[Any]) -> None:
+def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: TensorPlan, declared: list[Any]) -> None:
     if not is_linear(module) and type(module) not in (nn.Conv2d, nn.Embedding):
         return
     kind = "vocabulary" if isinstance(module, nn.Embedding) else "gather"
@@ -160,7 +160,7 @@ def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: T
     reason = None
     if spared(module):
         reason = "it has hooks or options that a split layer would ignore"
-    elif kind == "vocabulary" and not flow.complete and all(m is not module for m in told):
+    elif kind == "vocabulary" and not flow.complete and all(m is not module for m in declared):
         reason = "the model cannot be traced, so other readers of its weight are unknown; a plan may name it"
     elif readers and not (kind == "vocabulary" and all(type(flow.modules.get(reader)) is Logits for reader in readers)):
         reason = "its weight is also read directly"

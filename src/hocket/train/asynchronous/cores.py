@@ -1,8 +1,8 @@
 """Workers that share the cores of a machine: the fewer of them compute, the sooner each has done its step.
 
 What takes ``t`` seconds while all workers of the machine compute goes on ``1 / crowding(k, n)`` times as fast while ``k`` of ``n``
-do (:meth:`ClusterSpec.crowding`). Whoever begins or ends changes when the others will be done; calls that were put for another time
-come to nothing.
+do (:meth:`ClusterSpec.crowding`). Whoever begins or ends changes when the others will be done; calls scheduled for another time
+are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hocket.drivers.simulation import Call, Simulation
 
 
 class SharedCores:
-    """Of ``workers`` workers on the hosts of ``spec``, all on one machine where it has none; ``name`` is that of their calls."""
+    """The cores of ``workers`` workers on the hosts of ``spec``, or all on one machine; ``name`` is that of the simulation's
+    calls."""
 
     def __init__(self, spec: ClusterSpec, workers: int, simulation: Simulation, name: str) -> None:
         self._spec, self._simulation, self._name = spec, simulation, name
@@ -24,13 +25,13 @@ class SharedCores:
         self._since, self._due = [0.0] * workers, [0.0] * workers
 
     def begin(self, worker: int, seconds: float) -> None:
-        """A worker begins what takes so long while all compute."""
+        """A worker begins work that takes ``seconds`` while all compute."""
         self._elapse(worker)
         self._left[worker], self._since[worker] = seconds, self._simulation.now
         self._reckon(worker)
 
     def ended(self, worker: int) -> bool:
-        """Whether the worker is done now; not so where others have begun meanwhile, or ended, since this call was put."""
+        """Whether the worker is done now; False where others have begun or ended since this call was scheduled."""
         if self._left[worker] is None or self._simulation.now < self._due[worker]:
             return False
         self._elapse(worker)
@@ -42,7 +43,7 @@ class SharedCores:
         return [w for w in self._host[worker] if self._left[w] is not None]
 
     def _elapse(self, worker: int) -> None:
-        """What the machine's workers have done since they were looked at last."""
+        """Subtract the work that the machine's workers have done since the last call."""
         computing, now = self._computing(worker), self._simulation.now
         crowding = self._spec.crowding(len(computing), len(self._host[worker]))
         for w in computing:
@@ -51,7 +52,7 @@ class SharedCores:
             self._left[w], self._since[w] = left - (now - self._since[w]) / crowding, now
 
     def _reckon(self, worker: int) -> None:
-        """When they will be done."""
+        """Schedule the ends of the machine's workers."""
         computing = self._computing(worker)
         crowding = self._spec.crowding(len(computing), len(self._host[worker]))
         for w in computing:

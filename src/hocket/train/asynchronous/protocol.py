@@ -1,4 +1,4 @@
-"""What a training of virtual workers needs of the programs that run it; one file for servers, one for gossip."""
+"""The interface between a training of virtual workers and the programs that run it; one file for servers, one for gossip."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class AsyncProtocol(ABC):
         return {("worker", w): w // (size or 1) for w in range(workers)}
 
     def beside_s(self, worker: int, share: float) -> float:
-        """What a worker's step takes beside its gradient: loading ``share`` of a mini-batch, updating weights, an exchange."""
+        """The seconds of a worker's step beside its gradient: loading ``share`` of a mini-batch, updating weights, an exchange."""
         return self.spec.load_s * share + self.spec.update_s * self.values + self.spec.exchange_s
 
     @property
     def values(self) -> float:
-        """How many weights a worker has, or is thought to have."""
+        """The number of a worker's weights, or that of the larger model for which it stands."""
         return self.replicas.layout.parameters * self.network.scale
 
     def carry_out(self, worker: int, effects: Effects) -> None:
-        """Carry out what a worker's program wants."""
+        """Carry out the effects of a worker's program."""
         self.simulation.carry_out(("worker", worker), effects)
 
     @abstractmethod
@@ -53,7 +53,7 @@ class AsyncProtocol(ABC):
 
     @abstractmethod
     def next_batch(self, worker: int) -> tuple[int | None, Effects]:
-        """A worker's next mini-batch: its number; None with effects: it has to be requested; None alone: there is none."""
+        """The number of a worker's next mini-batch; None with effects: it has to be requested; None without: there is none."""
 
     @abstractmethod
     def before_update(self, worker: int, weight: float) -> Effects:
@@ -72,7 +72,7 @@ class AsyncProtocol(ABC):
         return []
 
     def leave(self, worker: int) -> Effects:
-        """What the worker had under way has ended; without servers it goes on answering the others."""
+        """The worker's last exchange has ended; without servers it still answers the others."""
         return []
 
     def rejoin(self, worker: int) -> Effects:
@@ -90,11 +90,11 @@ class AsyncProtocol(ABC):
 
     @abstractmethod
     def staleness(self) -> dict[int, int] | None:
-        """How stale gradients were when they were applied, so far; None where that has no meaning."""
+        """The histogram of staleness so far; None where staleness has no meaning."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, the programs' part."""
+        """The programs' part of the state to resume from."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class AsyncSimulation(EpochLoop):
     """Workers that do not step together."""
 
     replicas: AsyncReplicas
-    taken_over = ""  # from other workers, in words
+    taken_over = ""  # a sentence on what other workers left
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class AsyncSimulation(EpochLoop):
         """All workers join with the weights that the replicas have, and take the first mini-batches of the sequence."""
         size, replicas = self.cluster.size, self.replicas
         self.phases = [BATCH] * size
-        self._begun = [0] * size  # mini-batches that each worker has begun
+        self._begun = [0] * size  # per worker: mini-batches that it has begun
         self._numbers = [-1] * size
         self._computing: list[float | None] = [None] * size
         self._compute_s = [0.0] * size  # in this epoch
@@ -106,7 +106,7 @@ class AsyncSimulation(EpochLoop):
             self._advance(key[1])
 
     def _advance(self, worker: int) -> None:
-        """Go on with a worker as far as its program lets it."""
+        """Run a worker until its program has to wait."""
         protocol, program = self.protocol, self.protocol.workers[worker]
         while not program.busy:
             phase = self.phases[worker]
@@ -190,7 +190,7 @@ class AsyncSimulation(EpochLoop):
                 seen = self.step
                 self._watch_step(watch)
         entry = self._close()
-        # Of as many mini-batches as the epoch has, in the order they were computed; where links are slow, some were long before.
+        # The losses of as many mini-batches as the epoch has, in order of computing; on slow links some were computed long before.
         own = enough - before
         mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
         self._losses = self._losses[own:]

@@ -24,7 +24,7 @@ __all__ = ["Engine", "LoopEngine", "VmapEngine", "choose", "engine_of", "stack_b
 def engine_of(
     engine: str | Callable[[Layout], Engine], model: nn.Module, loss: Loss, cluster: Cluster, autocast: torch.dtype | None
 ) -> Callable[[Layout], Engine]:
-    """What gives an engine for a layout, by its name unless it is given itself."""
+    """The factory of an engine for a layout, by the engine's name or as given."""
     if not isinstance(engine, str):
         return engine
     return lambda layout: choose(model, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
@@ -63,7 +63,7 @@ def choose(
 
 
 def _options(text: str) -> tuple[str, dict[str, Any]]:
-    """An engine's name and what stands behind it in parentheses."""
+    """An engine's name and its options in parentheses."""
     term = read(text)[0][0]
     if term.name not in ("auto", "loop", "vmap"):
         raise HocketError(f"there is no gradient engine {text!r}; use 'auto', 'loop' or 'vmap'.")

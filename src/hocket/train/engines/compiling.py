@@ -12,15 +12,15 @@ PATIENCE_S = 5.0
 
 
 @contextmanager
-def said_while_compiling(compiles: bool) -> Iterator[None]:
-    """Tells on stderr that the first step is being compiled, once that has taken some seconds, and how long it took."""
+def report_compiling(compiles: bool) -> Iterator[None]:
+    """Print on standard error that the first step is being compiled, once that has taken some seconds, and how long it took."""
     if not compiles:
         yield
         return
-    begun, said = time.perf_counter(), threading.Event()
+    begun, reported = time.perf_counter(), threading.Event()
 
     def tell() -> None:
-        said.set()
+        reported.set()
         print("Compiling the model for all workers; later runs find most of it in torch's cache.", file=sys.stderr, flush=True)
 
     timer = threading.Timer(PATIENCE_S, tell)
@@ -31,5 +31,5 @@ def said_while_compiling(compiles: bool) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-    if said.is_set():
+    if reported.is_set():
         print(f"Compiled in {time.perf_counter() - begun:.0f} s.", file=sys.stderr, flush=True)

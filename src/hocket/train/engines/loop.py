@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 from hocket.train.checks import SPARSE
 from hocket.train.engines.base import Batches, Buffers, Loss, Rows
 
@@ -206,7 +206,7 @@ def random_modules(model: nn.Module) -> list[nn.Module]:
 
     def draws(m: nn.Module) -> bool:
         rate = getattr(m, "dropout", 0)
-        numeric = isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0
+        numeric = is_number(rate) and rate > 0
         return numeric or (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or isinstance(m, _DRAWING)
 
     return [m for m in model.modules() if draws(m)]
@@ -224,7 +224,7 @@ def draws_numbers(model: nn.Module, loss: Loss) -> bool:
 
 
 def _is_known(code: Any) -> bool:
-    """Whether it is torch's or Hocket's own, in which :func:`random_modules` finds all that is random."""
+    """Whether code is torch's or Hocket's own, where :func:`random_modules` finds everything random."""
     return (getattr(code, "__module__", None) or "").startswith(("torch.nn.", "torch._C._nn", "hocket.models."))
 
 

@@ -20,7 +20,7 @@ from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.train.engines.attention import row_attention
 from hocket.train.engines.base import Batches, Buffers, Loss, Rows
-from hocket.train.engines.compiling import said_while_compiling
+from hocket.train.engines.compiling import report_compiling
 from hocket.train.engines.loop import LoopEngine, forked
 from hocket.train.engines.recurrent import has_row_recurrence
 from hocket.train.engines.twin import row_twin
@@ -34,9 +34,9 @@ class VmapEngine:
     Rounds with batches of different sizes go to the loop. ``chunk`` computes that many rows at a time, which bounds memory; where
     memory is short in the first round, it is halved until there is enough, and then activations are recomputed. ``recompute``: the
     compiled backward pass computes most activations again instead of keeping them. Random numbers (dropout, ``torch.randn_like``)
-    differ from row to row and step to step, are repeatable for the same keys, but do not equal the loop's.
-    What cannot be compiled runs as it is, with a warning. A model that vmap cannot do is noted once and computed by the loop with
-    ``fall_back``; otherwise it is refused.
+    differ from row to row and step to step, are repeatable for the same keys, but do not equal the loop's. What cannot be compiled
+    runs as it is, with a warning. A model that vmap cannot compute is, with ``fall_back``, computed by the loop after a warning;
+    otherwise it is refused.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class VmapEngine:
         return self._all(weights, buffers, x, y, grads, keys), self._used
 
     def _take(self, model: nn.Module, compile: bool) -> None:
-        """Computes with this module tree from now on."""
+        """Use this module tree from now on."""
         self._model, self._compile = model, compile
         self._captured: dict[tuple[Any, ...], _Captured | None] = {}
         losses = vmap(self._loss_of_one, randomness="different")
@@ -88,7 +88,7 @@ class VmapEngine:
         self._losses = torch.compile(losses, dynamic=False, fullgraph=True) if compile else losses
 
     def _first(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The first round: finds the unused slots with one eager backward, and learns how vmap can do this model."""
+        """The first round: finds the unused slots with one eager backward, and how vmap can compute this model."""
         before = {name: b.clone() for name, b in buffers.items()}
         alone = {name: b[:1].clone() for name, b in buffers.items()}
         scratch = [torch.empty_like(g[:1]) for g in grads]
@@ -96,7 +96,7 @@ class VmapEngine:
         failure: Exception | None = None
         while True:
             try:
-                with said_while_compiling(self._compile):
+                with report_compiling(self._compile):
                     losses = self._all(weights, buffers, x, y, grads, keys)
                 break
             except torch.OutOfMemoryError:
@@ -118,7 +118,7 @@ class VmapEngine:
         return losses, self._used
 
     def _shrink(self) -> bool:
-        """Takes less memory from now on, at the price of time; whether it can."""
+        """Use less memory and more time from now on; returns whether that is possible."""
         if self.chunk > 1:
             self.chunk = smaller_chunk(self.rows, self.chunk)
             done = f"{self.chunk} of {self.rows} workers are computed at a time"
@@ -144,7 +144,7 @@ class VmapEngine:
         self._refused = True
 
     def _note(self, error: Exception) -> None:
-        """Says that it goes on in a slower way."""
+        """Warn that the engine continues in a slower way."""
         how = "with PyTorch's own layers, whose convolutions are slow for many workers"
         if self._graph and not self._compile:
             how = "uncompiled, which launches every operation by itself and takes a multiple of the time and of the memory"
@@ -175,7 +175,7 @@ class VmapEngine:
         if captured is None:
             try:
                 captured = self._captured[key] = _Captured(lambda a, b: self._chunks(weights, buffers, a, b, grads), x, y)
-            except RuntimeError as error:  # the model waits for the device somewhere, or memory is short: it runs as it is
+            except RuntimeError as error:  # the model synchronises with the device, or memory is short: run without a graph
                 self._graph = False
                 how = "every kernel of a step is launched by itself, which takes longer where there are few workers"
                 warnings.warn(f"No CUDA graph of this model can be recorded ({_reason(error)}): {how}.", stacklevel=5)
@@ -264,8 +264,8 @@ def _single(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(said[: 2 if said[0].endswith(":") else 1]).rstrip(".") if said else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".") if lines else type(error).__name__
 
 
 def _stack(batches: Batches) -> Tensor | None:
@@ -283,7 +283,7 @@ def _put(storage: Tensor, new: Tensor | None, first: bool) -> None:
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """What in the model is known not to work under vmap."""
+    """The part of the model that is known not to work under vmap."""
     for m in model.modules():
         if isinstance(m, nn.RNNBase) and not has_row_recurrence(m):
             return f"a {type(m).__name__} layer of a class of its own or with projections"
