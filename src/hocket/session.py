@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.dtensor import is_sharded
 from hocket.cluster.join import RendezvousInfo, find_rendezvous, join
 from hocket.cluster.layout import Buckets, Layout
 from hocket.data.distribute import LoaderPositions, distribute_loader, distribute_stream, distributed_length
@@ -26,7 +27,7 @@ from hocket.split.options import Pipeline, refuse_split_options
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.audit import AUDIT, Checks
-from hocket.train.checks import needs_servers
+from hocket.train.checks import needs_servers, refuse_twice
 from hocket.train.elastic import Elastic, ElasticStart
 from hocket.train.job import Job
 from hocket.train.runtimes.base import Runtime
@@ -144,20 +145,23 @@ def parallelize(
     (:class:`hocket.Pipeline`); then call ``job.train(x, y)``, or ``job.backward(x, y)`` and your own step.
 
     With ``sharding="zero1"`` each worker keeps a part of the optimiser's state (ZeRO-1), with ``"fsdp"`` a part of weights,
-    gradients and state (PyTorch's FSDP2); both need replicas that are equal after every step.
+    gradients and state (PyTorch's FSDP2); both need replicas that are equal after every step. On a model that your own
+    ``fully_shard(model, mesh=…)`` has split inside each replica, the strategy works between replicas, as on a mesh.
 
     ``elastic`` is the least and the most workers, ``"2:8"`` or :class:`hocket.Elastic`: when a worker is lost, the others go on,
     and new workers join; on a mesh these are replicas. Start it by ``hocket launch --elastic 2:8``, or beside a
     ``hocket rendezvous``.
     """
     cluster = _joined("hocket.parallelize(…)")
-    _refuse_twice(model, optimizer)
+    refuse_twice(model, optimizer, _Session.jobs)
     checks = Checks.parse(check)
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
     options = {"accumulate": accumulate, "scaler": scaler, "steps": steps, **vars(checks)}
     options |= {"buckets": buckets, "seed": _Session.seed}
+    if is_sharded(model) and (placed is not None or sharding is not None or elastic is not None or cluster.elastic):
+        raise HocketError("fully_shard(…) has split this model already; leave mesh=, sharding= and elastic= out.")
     if elastic is not None or cluster.elastic:
         start = ElasticStart(cluster, _Session.rendezvous, _Session.keys, elastic)
         start.refuse(parsed, sharding, bool(_Session.jobs), checks.check == AUDIT)
@@ -186,21 +190,6 @@ def _forget_job(job: Job) -> None:
     _Session.stream = None
 
 
-def _refuse_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse parameters of another job. (Several jobs may share a model if their optimisers share no parameter.)"""
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        return  # the job refuses these
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for job in _Session.jobs:
-        taken = {id(p) for group in job.optimizer.param_groups for p in group["params"]} if job.attached else set()
-        name = next((name for name, p in model.named_parameters() if id(p) in own & taken), None)
-        if name is not None:
-            raise HocketError(
-                f"Parameter {name} is trained by another job ({job.strategy}); call detach() of that job first, or give each job "
-                "an optimiser of other parameters."
-            )
-
-
 def _joined(what: str) -> Cluster:
     if _Session.cluster is None:
         raise HocketError(f"Call hocket.init() before {what}.")
@@ -211,7 +200,7 @@ def _unsplit(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, sharding: str | None, options: dict[str, Any]
 ) -> Job:
     cluster = _joined("hocket.parallelize(…)")
-    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()) and not is_sharded(model):
         materialize(model, seed=_Session.seed, device=cluster.device)
     if _Session.servers is not None and strategy.runtime != "server":
         raise HocketError(
@@ -224,6 +213,10 @@ def _unsplit(
         from hocket.train.runtimes.fsdp import FsdpRuntime  # loaded only where it is needed
 
         runtime = FsdpRuntime(cluster.for_job())
+    elif is_sharded(model):
+        from hocket.train.runtimes.fsdp_replicas import FsdpReplicas
+
+        runtime = FsdpReplicas(model, cluster)
     elif strategy.runtime == "peers" and _Session.world > 1:
         from hocket.train.async_start import connect_peers
         from hocket.train.runtimes.messages import peer_runtime

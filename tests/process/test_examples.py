@@ -109,6 +109,16 @@ def test_a_gpt_on_a_mesh_of_four_learns_and_one_process_loads_it(run: Run) -> No
     assert "one process loads it" in output
 
 
+def test_codes_between_hosts_under_fsdp2_send_little(run: Run) -> None:
+    output = run([*TOGETHER[:-1], "4"], "fsdp_replicas.py", "--epochs", "3")
+    assert float(re.findall(r"accuracy ([\d.]+)", output)[0]) > 0.85
+    held = {(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+) weights", output)}
+    assert held == {(4805, 9610)}
+    sent, exchanges = (int(n) for n in re.findall(r"(\d+) kB sent to the other hosts in (\d+)", output)[0])
+    assert exchanges == 9
+    assert sent < exchanges * 4.8 * 4 / 5, "a code that keeps a tenth sends less than a fifth of the weights"
+
+
 def test_vgg_by_pipeline_sends_far_less_than_replicas_do(run: Run) -> None:
     output = run(TOGETHER, "vgg_pipeline.py", "--steps", "1", "--batch-size", "8")
     replicas, pipeline = (float(sent) for sent in re.findall(r"([\d.]+) MB sent per step", output))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hocket.cluster.dtensor import local
 from hocket.errors import HocketError
 
 BUCKET_CAP_BYTES = 25 * 2**20
@@ -128,7 +129,8 @@ def layout_of(
     Parameters named in ``apart`` share buckets only with those of the same kind.
 
     Shared parameters appear once (``named_parameters`` lists them once); frozen ones and, when groups are given, those
-    that no group holds are left out, and so are those without values where they would be a bucket of their own.
+    that no group holds are left out, and so are those without values where they would be a bucket of their own. Of distributed
+    parameters the part that this process holds counts.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     >>> [[s.name for s in b.slots] for b in layout_of(model.named_parameters()).buckets]
@@ -136,12 +138,12 @@ def layout_of(
     """
     group_of = None if groups is None else {id(p): g for g, group in enumerate(groups) for p in group}
     chosen = [
-        (name, p, 0 if group_of is None else group_of[id(p)])
+        (name, local(p), 0 if group_of is None else group_of[id(p)])
         for name, p in named
         if p.requires_grad and (group_of is None or id(p) in group_of)
     ]
-    open_: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
-    closed: list[tuple[_Kind, list[tuple[str, nn.Parameter]]]] = []
+    open_: dict[_Kind, list[tuple[str, Tensor]]] = {}
+    closed: list[tuple[_Kind, list[tuple[str, Tensor]]]] = []
     for name, p, group in reversed(chosen):
         key = (group, p.dtype, p.device, (apart or {}).get(name, ""))
         held = open_.setdefault(key, [])
@@ -152,7 +154,7 @@ def layout_of(
     return Layout(tuple(_bucket(i, key, held) for i, (key, held) in enumerate(closed)))
 
 
-def _bucket(index: int, key: _Kind, held: list[tuple[str, nn.Parameter]]) -> Bucket:
+def _bucket(index: int, key: _Kind, held: list[tuple[str, Tensor]]) -> Bucket:
     group, dtype, device, _ = key
     slots, offset = [], 0
     for name, p in held:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.dtensor import local
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], cluster: Cluster) -> None:
     """Every worker starts from worker 0's values (a tensor without values has none)."""
     for tensor in tensors:
         if cluster.size > 1 and not tensor.is_meta:
-            rows = tensor.data.reshape(1, -1).clone()
+            own = local(tensor.data)
+            rows = own.reshape(1, -1).clone()
             cluster.synchronize(rows)
-            tensor.data.copy_(rows.view(tensor.shape))
+            own.copy_(rows.view(own.shape))
 
 
 @contextmanager

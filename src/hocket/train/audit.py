@@ -161,8 +161,8 @@ def refuse_audit(check: bool | str, runtime: Runtime, whole: bool) -> None:
     """Refuse an audit of workers that cannot be compared step by step."""
     if check == AUDIT and not (runtime.synchronous and runtime.in_rows and whole):
         raise HocketError(
-            "check='audit' compares workers that step together and hold the whole model; leave mesh= and sharding='fsdp' out, "
-            "use a strategy without servers and async, or use check=True."
+            "check='audit' compares workers that step together and hold the whole model; leave mesh=, fully_shard(…) and "
+            "sharding='fsdp' out, use a strategy without servers and async, or use check=True."
         )
 
 

@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.dtensor import local
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
 from hocket.errors import HocketError, bytes_text, is_whole
 from hocket.notation import write
@@ -161,11 +163,38 @@ def _exchanges(strategy: Strategy, steps: int) -> int:
     return steps * exchanges // (max(1, seen) * strategy.sync.parts)
 
 
+class Trained(Protocol):
+    """What has parameters that it trains: a job."""
+
+    strategy: Strategy
+
+    @property
+    def attached(self) -> bool: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+
+def refuse_twice(model: nn.Module, optimizer: torch.optim.Optimizer, jobs: Sequence[Trained]) -> None:
+    """Refuse parameters of another job. (Several jobs may share a model if their optimisers share no parameter.)"""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        return  # the job refuses these
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for job in jobs:
+        taken = {id(p) for group in job.optimizer.param_groups for p in group["params"]} if job.attached else set()
+        name = next((name for name, p in model.named_parameters() if id(p) in own & taken), None)
+        if name is not None:
+            raise HocketError(
+                f"Parameter {name} is trained by another job ({job.strategy}); call detach() of that job first, or give each job "
+                "an optimiser of other parameters."
+            )
+
+
 def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
     """Refuse gradients of parameters that were added or unfrozen after the job was made."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.grad is not None and id(p) not in ours and p.numel():
+            if p.grad is not None and id(p) not in ours and local(p).numel():
                 raise HocketError(
                     "The optimiser got a parameter, or one was unfrozen, after hocket.parallelize(…), so it is not exchanged; "
                     "call job.detach() and parallelize again."

@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hocket.cluster.dtensor import local, with_local
 from hocket.errors import HocketError
 from hocket.train.checks import SPARSE
 from hocket.train.runtimes.base import Binding, Runtime
@@ -44,6 +45,9 @@ class BucketedGradients:
         buckets = binding.layout.buckets
         self._grads = [b.empty(1) for b in buckets]
         self._views = [b.views(g, 0) for b, g in zip(buckets, self._grads, strict=True)]
+        both = zip(self._views, binding.params, strict=True)
+        self._mixed = [[with_local(view, p) for view, p in zip(views, row, strict=True)] for views, row in both]
+        """The same as the parameters have them: where these are distributed, so are their gradients."""
         self._ready: list[set[int]] = [set() for _ in buckets]
         self._used: list[list[bool]] = []
         self._launched = 0
@@ -150,7 +154,7 @@ class BucketedGradients:
         binding = self._binding
         if binding.backwards < binding.accumulate or self._runtime.linear or not self._runtime.mixes_gradients:
             return
-        kept = (p.grad is not None and p.grad.data_ptr() == view.data_ptr() for p, view in self._pairs())
+        kept = (p.grad is not None and _is(p.grad, view) for p, view in self._pairs())
         if not any(kept):
             binding.backwards, self._exchanged_at = 0, -1
             self._runtime.discard_gradients()
@@ -172,7 +176,7 @@ class BucketedGradients:
         if p.grad.is_sparse:
             raise HocketError(SPARSE)
         if bucket < self._sent:
-            if p.grad.data_ptr() == view.data_ptr():
+            if _is(p.grad, view):
                 raise HocketError(
                     "The last backward pass ended with an exception while some of its gradients were being exchanged; to skip "
                     "such a "
@@ -184,9 +188,7 @@ class BucketedGradients:
                 f"The gradient of {self._binding.layout.buckets[bucket].slots[slot].name} came twice in one backward pass, as "
                 "under reentrant checkpointing of a module that is used twice; use checkpoint(…, use_reentrant=False)."
             )
-        if p.grad.data_ptr() != view.data_ptr():
-            view.copy_(p.grad)
-            p.grad = view
+        self._lay(bucket, slot, p)
         self._ready[bucket].add(slot)
         while self._launched < len(self._ready) and len(self._ready[self._launched]) == len(params[self._launched]):
             self._launch()
@@ -200,7 +202,7 @@ class BucketedGradients:
         binding, rows = self._binding, self._grads[self._launched]
         if binding.check:
             self._nonfinite.look(self._launched, rows, self._runtime.step + 1)
-        if binding.weight != 1.0 and binding.accumulate == 1:
+        if binding.weight != 1.0 and binding.accumulate == 1 and not binding.copied:  # those of FSDP2 are of several processes
             rows.mul_(binding.weight)
         if self._scaler is not None and not self._runtime.linear:
             if self._launched == 0:
@@ -240,10 +242,10 @@ class BucketedGradients:
                 rows.mul_(self._scale)
         sent, self._sent = self._sent, 0
         for bucket, (views, row, flags) in enumerate(zip(self._views, self._binding.params, used, strict=True)):
-            for view, p, flag in zip(views, row, flags, strict=True):
+            for slot, (view, p, flag) in enumerate(zip(views, row, flags, strict=True)):
                 arrived = flag or (residuals and bool(view.any()))
                 if (p.grad is None or bucket < sent) and arrived:
-                    p.grad = view
+                    p.grad = self._mixed[bucket][slot]
                 elif not arrived and self._binding.strategy.sync.predicts:  # what this pass used arrives in the next one
                     p.grad = None
         self._versions = [rows._version for rows in self._grads]
@@ -255,9 +257,15 @@ class BucketedGradients:
                 continue
             if p.grad is None:
                 view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr():
-                view.copy_(p.grad)
-                p.grad = view
+            else:
+                self._lay(bucket, slot, p)
+
+    def _lay(self, bucket: int, slot: int, p: nn.Parameter) -> None:
+        """Let the gradient lie in its row."""
+        view, grad = self._views[bucket][slot], p.grad
+        if grad is not None and not _is(grad, view):
+            view.copy_(local(grad))
+            p.grad = self._mixed[bucket][slot]
 
     def _agreed(self) -> list[list[bool]]:
         """Which parameters anybody used, and whether anybody's gradient was not finite: agreed in one small message."""
@@ -365,6 +373,10 @@ def check_passes(binding: Binding, runtime: Runtime, closure: bool = False) -> N
             "passes, "
             "too, or discard gradients that are not for this optimiser with zero_grad(set_to_none=True)."
         )
+
+
+def _is(grad: Tensor, view: Tensor) -> bool:
+    return local(grad).data_ptr() == view.data_ptr()
 
 
 def _refuse_reentrant(frame: FrameType) -> None:

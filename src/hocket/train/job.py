@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.dtensor import is_distributed, is_sharded, local
 from hocket.cluster.layout import Buckets, Layout
 from hocket.errors import HocketError
 from hocket.split.inputs import Inputs
@@ -70,7 +71,7 @@ class Job(JobState):
         strategy = with_exchange(strategy, optimizer, bool(runtime.zero), tell)
         runtime.refuse(strategy, scaler)
         refuse_prediction(strategy, split=split is not None, scaled=scaler is not None, elastic=runtime.cluster.elastic)
-        refuse_audit(check, runtime, whole=split is None)
+        refuse_audit(check, runtime, whole=split is None and not is_sharded(model))
         self.strategy, self.runtime, self.split = strategy, runtime, split
         self.on_detach: Callable[[Job], None] | None = None
         if runtime.synchronous:
@@ -277,7 +278,9 @@ def _adopt(binding: Binding, cluster: Cluster) -> set[int]:
     named = dict(model.named_parameters())
     binding.params = [[named[s.name] for s in b.slots] for b in layout.buckets]
     binding.weights = [b.empty(1) for b in layout.buckets]
-    return adopt(model, layout, binding.params, binding.weights, cluster)
+    ours = adopt(model, layout, binding.params, binding.weights, cluster)
+    binding.publish()
+    return ours
 
 
 def adopt(
@@ -286,8 +289,9 @@ def adopt(
     """Move parameters into rows and make all replicas equal to worker 0's; the ids of the parameters moved."""
     for bucket, rows, own in zip(layout.buckets, weights, params, strict=True):
         for view, p in zip(bucket.views(rows, 0), own, strict=True):
-            view.copy_(p.data)
-            p.data = view
+            view.copy_(local(p.data))
+            if not is_distributed(p):
+                p.data = view
         cluster.synchronize(rows)
     ours = {id(p) for own in params for p in own}
     broadcast_tensors((*(p for p in model.parameters() if id(p) not in ours), *model.buffers()), cluster)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.distribute import LoaderPositions
 from hocket.errors import HocketError
@@ -49,8 +48,7 @@ class JobState(JobView):
 
     @property
     def _entry(self) -> str:
-        world: Cluster = self.runtime.cluster if self.split is None else self.split.world
-        return f"process {world.rank}"
+        return f"process {self.runtime.process if self.split is None else self.split.world.rank}"
 
     def own_state(self) -> dict[str, Any]:
         """The :meth:`state_dict` without its tuple."""
@@ -92,7 +90,7 @@ class JobState(JobView):
             self.load_own_state(states[place]["job"])
             return
         program = self.runtime.program
-        if self.split is not None or program is None:
+        if self.split is not None or program is None or self._binding.copied:
             raise HocketError(
                 f"{self.strategy} on this model goes on with as many workers as it had ({len(saved)}, not {self.cluster.size}); "
                 "save job.full_state() of a model in parts, or the mean model of job.averaged()."

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hocket.cluster.dtensor import local
 from hocket.cluster.layout import Layout
 from hocket.optim import OneBitAdam, moment_name
 from hocket.programs.collective import CollectiveProgram
@@ -64,7 +65,7 @@ class JobRows:
     def _pairs(self, bucket: int, name: str, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         views, states = self._binding.layout.buckets[bucket].views(rows, 0), self._binding.optimizer.state
         own = [states.get(p, {}).get(name) for p in self._binding.params[bucket]]
-        return [(view, state) for view, state in zip(views, own, strict=True) if state is not None]
+        return [(view, local(state)) for view, state in zip(views, own, strict=True) if state is not None]
 
 
 class MomentumRows:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hocket.cluster.dtensor import local
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError, NonFiniteGradient
 
@@ -84,20 +85,17 @@ class NonFinite:
 
     def check_local(self, params: list[list[nn.Parameter]], step: int) -> None:
         """The same for gradients that do not travel this step: this worker's own."""
-        grads = [p.grad for group in params for p in group if p.grad is not None]
+        held = [[None if p.grad is None else local(p.grad) for p in group] for group in params]
+        grads = [g for group in held for g in group if g is not None]
         if not grads or _seem_finite(grads):
             return
-        for bucket, group in zip(self.layout.buckets, params, strict=True):
-            bad = [
-                s.name
-                for s, p in zip(bucket.slots, group, strict=True)
-                if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-            ]
+        for bucket, group in zip(self.layout.buckets, held, strict=True):
+            bad = [s.name for s, g in zip(bucket.slots, group, strict=True) if g is not None and not bool(torch.isfinite(g).all())]
             if bad:
                 self._describe(bad, 0, step)
-                for p in group:  # the whole bucket, as when it travels
-                    if p.grad is not None:
-                        p.grad.zero_()
+                for g in group:  # the whole bucket, as when it travels
+                    if g is not None:
+                        g.zero_()
         self.judge(self.found)
 
     def judge(self, found_by_any: bool) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.dtensor import is_distributed, local
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.split.sharded import ShardedState
@@ -51,7 +52,7 @@ class Binding:
     params: list[list[nn.Parameter]] = field(default_factory=list)
     """The parameters of each bucket; none where the parameters do not lie in rows."""
     weights: list[Tensor] = field(default_factory=list)
-    """Rows ``[1, values]`` per bucket; the parameters are views of them."""
+    """Rows ``[1, values]`` per bucket; the parameters are views of them, or distributed (FSDP2) and copied (:attr:`copied`)."""
     accumulate: int = 1
     nonfinite: str = "raise"
     check: bool | str = True
@@ -75,19 +76,36 @@ class Binding:
         """The job has ended: model and optimiser live as long as somebody else needs them."""
         self.given_model, self.given_optimizer = ref(self.model), ref(self.optimizer)
         self.params, self.weights = [], []
-        self.__dict__.pop("_homes", None)
+        for name in ("_homes", "copied"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def _homes(self) -> tuple[list[nn.Parameter], list[Tensor], list[int]]:
         views = [view for b, rows in zip(self.layout.buckets, self.weights, strict=True) for view in b.views(rows, 0)]
         return [p for own in self.params for p in own], views, [view.data_ptr() for view in views]
 
+    @cached_property
+    def copied(self) -> bool:
+        """Whether PyTorch keeps the memory of the parameters, so that rows are copies of what this process holds of them."""
+        return any(is_distributed(p) for own in self.params for p in own)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The parameters become what their rows are, where these are copies."""
+        if self.copied:
+            params, views, _ = self._homes
+            torch._foreach_copy_([local(p.data) for p in params], views)
+
+    @torch.no_grad()
     def reclaim(self) -> None:
         """Parameters whose ``data`` the loop has replaced (``p.data = p.data.clamp(…)``) are views of their rows again, with the
-        new values."""
+        new values. Rows that are copies become what the parameters are."""
         if not self.params:
             return
         params, views, addresses = self._homes
+        if self.copied:
+            torch._foreach_copy_(views, [local(p.data) for p in params])
+            return
         if [p.data_ptr() for p in params] == addresses:
             return
         names = [slot.name for b in self.layout.buckets for slot in b.slots]
@@ -151,6 +169,12 @@ class FixedWorkers:
     began: tuple[int, int] | None = None
     program: CollectiveProgram | TwoStageProgram | None = None
 
+    cluster: Cluster
+
+    @property
+    def process(self) -> int:
+        return self.cluster.rank
+
     def figures(self) -> dict[str, Any]:
         return {}
 
@@ -186,6 +210,10 @@ class Runtime(Protocol):
     @property
     def cluster(self) -> Cluster:
         """Where workers agree on the model before they start."""
+
+    @property
+    def process(self) -> int:
+        """The number of this process in the whole job, by which its state is named."""
 
     @property
     def synchronous(self) -> bool:

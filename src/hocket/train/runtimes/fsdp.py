@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.dtensor import is_distributed, local
 from hocket.cluster.message import framed
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.split.parts import blocks_of, broadcast_tensors
@@ -168,7 +169,7 @@ class FsdpRuntime(FixedWorkers):
     def check_gradients(self) -> None:
         """NaN and Inf in parts of gradients: all workers raise, or leave that parameter's gradient out."""
         named = [(name, p.grad) for name, p in self.binding.model.named_parameters() if p.grad is not None]
-        flags = [not bool(torch.isfinite(_local(grad)).all()) for _, grad in named]
+        flags = [not bool(torch.isfinite(local(grad)).all()) for _, grad in named]
         agreed = self.cluster.all_reduce_any(torch.tensor([flags or [False]], device=self.cluster.device)).tolist()
         bad = [(name, grad) for (name, grad), flag in zip(named, agreed, strict=False) if flag]
         if not bad:
@@ -180,7 +181,7 @@ class FsdpRuntime(FixedWorkers):
                 "rate, clip gradients, or leave such gradients out (hocket.Checks(nonfinite='skip'), or --nonfinite skip)."
             )
         for _, grad in bad:
-            _local(grad).zero_()
+            local(grad).zero_()
 
     # --- the mean model ------------------------------------------------------------------------------------------------------
 
@@ -220,35 +221,11 @@ class FsdpRuntime(FixedWorkers):
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def full_state(self) -> dict[str, Any] | None:
-        first = self.cluster.workers.start == 0
         with self.cluster.uncounted():
-            model = {name: _kept(value, first) for name, value in self.binding.model.state_dict().items()}
-            optimizer = self.binding.optimizer.state_dict()
-            optimizer["state"] = {
-                index: {key: _kept(value, first) for key, value in entries.items()} for index, entries in optimizer["state"].items()
-            }
-        return {"model": model, "optimizer": optimizer} if first else None
+            return full_state(self.binding.model, self.binding.optimizer, self.cluster.workers.start == 0)
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        if "model" not in state or "optimizer" not in state:
-            raise HocketError(
-                "This checkpoint has no model or optimizer; give every worker what full_state() returned on worker 0."
-            )
-        model, target = self.binding.model, self.binding.optimizer
-        own = model.state_dict()
-        parts = {
-            name: _part_like(v, own[name]) if hasattr(own.get(name), "full_tensor") else v for name, v in state["model"].items()
-        }
-        model.load_state_dict(parts)
-        params = [p for group in target.param_groups for p in group["params"]]
-        optimizer = {**state["optimizer"], "state": {}}
-        for index, entries in state["optimizer"]["state"].items():
-            like = params[index]
-            optimizer["state"][index] = {
-                key: _part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else copy.deepcopy(value)
-                for key, value in entries.items()
-            }
-        target.load_state_dict(optimizer)
+        load_full_state(self.binding.model, self.binding.optimizer, state)
 
     def state_dict(self) -> dict[str, Any]:
         return {"strategy": str(self.binding.strategy), "step": self.step}
@@ -266,9 +243,37 @@ def refuse_fsdp_on(cluster: Cluster) -> None:
         )
 
 
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> dict[str, Any] | None:
+    """Model and optimiser as if they had never been sharded, where ``keep`` says so; None elsewhere. All processes that hold a part
+    must call it."""
+    whole = {name: _kept(value, keep) for name, value in model.state_dict().items()}
+    state = optimizer.state_dict()
+    state["state"] = {i: {key: _kept(value, keep) for key, value in entries.items()} for i, entries in state["state"].items()}
+    return {"model": whole, "optimizer": state} if keep else None
+
+
+def load_full_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take this process's parts of :func:`full_state`, which every process is given; nothing is sent."""
+    if "model" not in state or "optimizer" not in state:
+        raise HocketError("This checkpoint has no model or optimizer; give every worker what full_state() returned on worker 0.")
+    own = model.state_dict()
+    model.load_state_dict(
+        {name: _part_like(v, own[name]) if is_distributed(own.get(name)) else v for name, v in state["model"].items()}
+    )
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    taken = {**state["optimizer"], "state": {}}
+    for index, entries in state["optimizer"]["state"].items():
+        like = params[index]
+        taken["state"][index] = {
+            key: _part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else copy.deepcopy(value)
+            for key, value in entries.items()
+        }
+    optimizer.load_state_dict(taken)
+
+
 def _gathered(value: Any) -> Any:
     """A tensor that may be distributed, gathered whole on every worker (a collective)."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if is_distributed(value) else value
 
 
 def _part_like(whole: Tensor, like: Any) -> Tensor:
@@ -291,7 +296,3 @@ def _kept(value: Any, keep: bool) -> Any:
     if not keep:
         return None
     return whole.detach().cpu().clone() if isinstance(whole, Tensor) else whole
-
-
-def _local(grad: Any) -> Tensor:
-    return grad.to_local() if hasattr(grad, "to_local") else grad
