@@ -55,11 +55,13 @@ class MeshReplica(JobReplica):
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-            if self.clip is None:
+            if self.split.asynchronous:  # the whole step is made inside the pipe
                 return self.job.train(x, y)
             self.optimizer.zero_grad()
             loss = self.job.backward(x, y)
-            self.job.clip(self.clip)
+            self._scale(factor)
+            if self.clip is not None:
+                self.job.clip(self.clip)
             self.optimizer.step()
             return loss
 
