@@ -108,6 +108,7 @@ def train(
     keys: str | None = None,
     build_s: float = 0.0,
     hosts: str = "",
+    device: str = "cpu",
 ) -> None:
     """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them.
 
@@ -125,9 +126,9 @@ def train(
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
         torch.save({**state, "step": job.step}, f"{folder}/{job.cluster.rank}.saved")
 
-    hocket.init(device="cpu", seed=1, keys=keys)
+    hocket.init(device=device, seed=1, keys=keys)
     torch.manual_seed(0)
-    model = net()
+    model = net().to(device)
     optimizer = sgd(model, lr=0.05)
     buckets = hocket.Buckets(64, 64) if "fragments" in strategy else hocket.Buckets()
     limits = hocket.Elastic(1, 8, on_leave=save) if elastic else None
@@ -139,7 +140,7 @@ def train(
         computed.append([])
         for x, y, number in hocket.distribute(DataLoader(data(), batch_size=BATCH, shuffle=True)):
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x.to(device)), y.to(device)).backward()
             try:
                 optimizer.step()
             finally:  # also where it leaves at the end of the step
@@ -166,7 +167,7 @@ def train(
                 os.kill(os.getpid(), getattr(signal, fault))
     steps = job.step
     job.finish()
-    weights = [p.detach().clone() for p in model.parameters()]
+    weights = [p.detach().cpu() for p in model.parameters()]
     found = {"weights": weights, "computed": computed, "first": first, "steps": steps, "host_size": job.cluster.host_size}
     torch.save({**found, **job.summary(), "generation": getattr(job.cluster, "generation", 0)}, f"{folder}/{rank}.pt")
 
@@ -183,19 +184,20 @@ def train_split(
     epochs: int = EPOCHS,
     times: int = 1,
     until: str = "",
+    device: str = "cpu",
 ) -> None:
     """The same with a model that is split; each process leaves its part. Steps are slow ``until`` that file exists."""
-    hocket.init(device="cpu", seed=1)
+    hocket.init(device=device, seed=1)
     torch.manual_seed(0)
-    model = net()
+    model = net().to(device)
     optimizer = sgd(model, lr=0.05)
-    x = torch.zeros(BATCH, 64)
+    x = torch.zeros(BATCH, 64, device=device)
     pipeline = hocket.Pipeline(loss=F.cross_entropy, sample=x, cut=["1"] if "pipeline" in mesh else None)
     job = hocket.parallelize(model, optimizer, strategy, mesh=mesh, pipeline=pipeline, elastic="1:8" if elastic else None)
     first, losses = job.step, []
     for _ in hocket.epochs(epochs):
         for x, y, _number in hocket.distribute(DataLoader(ConcatDataset([data()] * times), batch_size=BATCH, shuffle=True)):
-            losses.append(float(job.train(x, y)))
+            losses.append(float(job.train(x.to(device), y.to(device))))
             Path(folder, f"{rank}.steps").write_text(str(job.step))
             if fault and rank == victim and job.step == at:
                 os.kill(os.getpid(), getattr(signal, fault))
@@ -203,7 +205,7 @@ def train_split(
                 time.sleep(0.05)
     steps, state = job.step, job.full_state() if elastic else None
     job.finish()
-    weights = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    weights = {name: p.detach().cpu() for name, p in job.model.named_parameters()}
     found = {"weights": weights, "part": rank % 2, "whole": None if state is None else state["model"]}
     torch.save({**found, "first": first, "steps": steps, "losses": losses, **job.summary()}, f"{folder}/{rank}.pt")
 

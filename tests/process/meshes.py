@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 import hocket
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
+from hocket.session import _Session
+from hocket.train.split_replicas import MeshReplica
 
 STEPS = 5
 DEVICE = "cpu"
@@ -189,6 +192,23 @@ def clipped(name: str, mesh: str) -> dict[str, Any]:
     return {"norm": float(norm), "again": float(again)}
 
 
+def stands_in(mesh: str) -> dict[str, Any]:
+    """How far the weights here move in a step on a mini-batch that stands in for none, and in one that counts."""
+    model, (x, y), placed = build("mlp"), batch("mlp", 0), hocket.Mesh.parse(mesh)
+    make = partial(torch.optim.SGD, lr=0.1)
+    world = _Session.cluster
+    assert world is not None
+    pipeline = hocket.Pipeline(sample=x, measure="flops" if placed.pipeline > 1 else None)
+    replica = MeshReplica(model, cross_entropy, make, hocket.Strategy.parse("local(2)"), world, placed, pipeline)
+    moved = []
+    for weight in (0.0, 1.0):
+        before = [p.detach().clone() for p in replica.job.model.parameters()]
+        replica.step([x], [y], torch.zeros(1), [weight], always=True)
+        moved.append(max(float((p - b).abs().max()) for p, b in zip(replica.job.model.parameters(), before, strict=True)))
+    replica.job.finish()
+    return {"moved": moved}
+
+
 def untouched(mesh: str) -> dict[str, Any]:
     """Where only operations are split, the plain loop trains."""
     model = build("mlp")
@@ -254,7 +274,7 @@ def refused_sharding(**options: Any) -> dict[str, Any]:
     return {"sentence": ""}
 
 
-_ALL = (equal, checkpoints, resumed, elsewhere, clipped, untouched, sharded, born, refused, refused_sharding)
+_ALL = (equal, checkpoints, resumed, elsewhere, clipped, stands_in, untouched, sharded, born, refused, refused_sharding)
 CASES = {f.__name__: f for f in _ALL}
 
 

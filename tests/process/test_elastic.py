@@ -78,6 +78,13 @@ def test_the_others_go_on_when_one_is_killed(strategy: str, nursery: Nursery, tm
     assert max(first.values()) == 1, "what the lost worker had not finished is dealt again, nothing else"
 
 
+def test_the_last_worker_goes_on_alone(nursery: Nursery, tmp_path: Path) -> None:
+    with rendezvous(2) as (_, environ):
+        group = nursery.start(TRAIN, 2, tmp_path, environ, strategy="bulk", fault="SIGKILL")
+        assert group.wait(30) == [0, -9], group.said()
+    assert _results(group, 0)[0]["lost"] == 1
+
+
 def test_a_worker_that_was_stopped_joins_again(nursery: Nursery, tmp_path: Path) -> None:
     with rendezvous(3, least=3) as (program, environ):
         group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk + topk(0.2)", fault="SIGSTOP", at=3)

@@ -29,6 +29,7 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
     if world == 2:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in HYBRID]
         wanted += [(f"drop {mesh}", "equal", {"name": "drop", "mesh": mesh}) for mesh in ("tensor=2", "pipeline=2")]
+        wanted += [(f"stands in {mesh}", "stands_in", {"mesh": mesh}) for mesh in ("pipeline=2", "tensor=2")]
         wanted.append(("untouched", "untouched", {"mesh": "tensor=2"}))
         wanted.append(("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}))
         dream = {"mesh": "pipeline=2", "schedule": "pipedream"}
@@ -193,6 +194,13 @@ def test_where_only_operations_are_split_the_plain_loop_trains(
     worlds: dict[int, Any], reference: dict[str, tuple[dict[str, Tensor], list[float]]]
 ) -> None:
     assert furthest(worlds[2][0]["untouched"]["whole"], reference["mlp"][0]) < 1e-5
+
+
+@pytest.mark.parametrize("mesh", ["pipeline=2", "tensor=2"])
+def test_a_mini_batch_that_stands_in_for_none_moves_no_weights(worlds: dict[int, Any], mesh: str) -> None:
+    for worker in worlds[2]:
+        nothing, something = worker[f"stands in {mesh}"]["moved"]
+        assert nothing == 0 < something
 
 
 @pytest.mark.parametrize("case", ["sharded state", "sharded full", "state on a mesh"])

@@ -158,7 +158,7 @@ class ElasticExchange(Exchange):
 
     def _heard(self, table: Tensor, device: torch.device) -> Tensor:
         """What all have told; the flags."""
-        latest, self.latest_start_s = table[:, :_HEAD_BYTES].contiguous().view(torch.float64).amax(0).tolist()
+        latest, self.latest_start_s = table[:, :_HEAD_BYTES].reshape(-1).view(torch.float64).view(-1, 2).amax(0).tolist()
         self._cluster.change |= latest > self._cluster.generation
         flags = table[:, _HEAD_BYTES:].amax(0).to(device, torch.bool) if table.shape[1] > _HEAD_BYTES else self._cluster.flags[:0]
         flags = flags if self.flags is None else self.flags

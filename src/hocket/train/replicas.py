@@ -74,6 +74,12 @@ class JobReplica(Hosted, ABC):
     def _loss(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         return seeded_loss(self.model, self.loss, x, y, key, self._random, self.autocast)
 
+    def _scale(self, factor: float) -> None:
+        """Let gradients that no exchange weights count ``factor`` times."""
+        if factor != 1.0 and not self.job.runtime.mixes_gradients:
+            for p in (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None):
+                p.grad.mul_(factor)
+
     def _clip(self) -> None:
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -117,8 +123,7 @@ class LiveReplica(JobReplica):
         self._throttle.between()
         loss.backward()
         self._throttle.computed(self.job.gradients_at)
-        if factor != 1.0 and not self.job.runtime.mixes_gradients:
-            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
+        self._scale(factor)
         self._clip()
         self.optimizer.step()
         return loss

@@ -17,7 +17,7 @@ from hocket.programs.elastic.generation import Generation
 from hocket.train.elastic import Elastic
 from hocket.train.runtimes.elastic import ElasticRuntime
 from hocket.train.runtimes.elastic_view import AWAY, Rejoined
-from hocket.train.runtimes.meeting import Meeting
+from hocket.train.runtimes.member_table import MemberTable
 from hocket.train.runtimes.regroup import BUILD_S
 
 
@@ -122,12 +122,12 @@ class ReplicaRuntime(ElasticRuntime):
         self.replica.disconnect()
         super()._join()
 
-    def _told(self) -> dict[str, float]:
+    def _further_state(self) -> dict[str, float]:
         return {"connected": self.replica.connected, "mid_step": self.mid_step, "step": self.program.step}
 
-    def _form_replica(self, number: int, store: GenerationStore, meeting: Meeting) -> None:
+    def _form_replica(self, number: int, store: GenerationStore, table: MemberTable) -> None:
         """Where one of its processes was in a step, it takes part in the next one without a pass, and so do the others."""
-        mates, place = meeting.mates, self.cluster.rank
+        mates, place = table.mates, self.cluster.rank
         if mates[:, 5].min() > 0 and bool((mates[:, 5] == mates[0, 5]).all()):
             return
         self.replica.connect(number, dist.PrefixStore(f"replica {place}", store), BUILD_S)

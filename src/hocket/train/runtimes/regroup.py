@@ -19,7 +19,7 @@ from hocket.programs.elastic.generation import Generation
 from hocket.train.elastic import Elastic, Stateful
 from hocket.train.handover import Shared, load_state, pass_on, state_of
 from hocket.train.runtimes.elastic_view import AWAY, ElasticView, Rejoined
-from hocket.train.runtimes.meeting import Meeting, Told, lost_since
+from hocket.train.runtimes.member_table import MemberState, MemberTable, lost_since
 
 BUILD_S = 20.0
 """How long members of a generation that have all come wait for each other's connections."""
@@ -137,41 +137,41 @@ class Regrouping(ElasticView):
         if self._given_in:  # the others may have gone on since it was given weights
             self._newcomer |= not generation.known(self.member.uid, self._given_in)
         cluster, newcomer = self.cluster, self._newcomer
-        meeting = self._meet(generation)
-        joins = newcomer and meeting.donor != meeting.rank
-        self.began = (meeting.rank, len(meeting.table)) if meeting.begins else None if newcomer else self.began
-        self._hand_over(meeting)
-        result = pass_on(cluster, meeting.donor, meeting.without_result, cluster.result)
+        table = self._meet(generation)
+        joins = newcomer and table.donor != table.rank
+        self.began = (table.rank, len(table.rows)) if table.begins else None if newcomer else self.began
+        self._hand_over(table)
+        result = pass_on(cluster, table.donor, table.without_result, cluster.result)
         cluster.wait_here()  # connections are made in a short time, so all begin together
-        self._form_replica(generation.number, self._store(generation), meeting)
-        counts = not newcomer and cluster.done < meeting.count
+        self._form_replica(generation.number, self._store(generation), table)
+        counts = not newcomer and cluster.done < table.count
         if newcomer:  # no longer one: others may go on from here where this one fails before it knows that all have the weights
-            cluster.done, cluster.held, self._newcomer = meeting.count, False, False
+            cluster.done, cluster.held, self._newcomer = table.count, False, False
             cluster.kept = None if result is None else Kept(result, 1)
         before, self._given_in = self._members, generation.number if newcomer or self._given_in else 0
-        if self.stream.missed(meeting.positions):  # others have formed the one in which this worker failed at the last moment
+        if self.stream.missed(table.positions):  # others have formed the one in which this worker failed at the last moment
             self.stream.confirm()
             before = self._tried
         lost = lost_since(before, generation)
-        self.stream.propose(meeting.positions, [] if generation.planned else lost, cluster.size, cluster.rank)
+        self.stream.propose(table.positions, [] if generation.planned else lost, cluster.size, cluster.rank)
         self._tried = generation.members
         found = self.program.regrouped(counts, self.binding.weights)
-        if cluster.parts == 1 and meeting.somebody_behind:  # otherwise each has those of its part
-            tell_flags(cluster, meeting.donor)
+        if cluster.parts == 1 and table.somebody_behind:  # otherwise each has those of its part
+            tell_flags(cluster, table.donor)
         cluster.wait_here()  # all have the weights
-        self.program.adopt(found, meeting.scale(joins))
-        self._rescaled *= (times := self.elastic.change(cluster.size, meeting.before(joins)))
+        self.program.adopt(found, table.scale(joins))
+        self._rescaled *= (times := self.elastic.change(cluster.size, table.before(joins)))
         self.elastic.rescale(self.binding.optimizer, self.shared.all, times)
         cluster.kept = Kept(result, 1) if result is not None else cluster.kept
-        cluster.done, cluster.held, self._given_in = meeting.count, False, 0
+        cluster.done, cluster.held, self._given_in = table.count, False, 0
         self._hold, self._members, self._untidy = generation.hold, generation.members, True
-        self._hold_from = meeting.hold_from
+        self._hold_from = table.hold_from
         self.stream.confirm()
         self.driver.begin(self.member.has_formed, generation.number)
-        self._note(generation, time.monotonic() - begun, 0 if newcomer else len(lost), meeting.joined)
+        self._note(generation, time.monotonic() - begun, 0 if newcomer else len(lost), table.joined)
         return counts
 
-    def _meet(self, generation: Generation) -> Meeting:
+    def _meet(self, generation: Generation) -> MemberTable:
         """Connect with the members of a generation, and tell each other how far all are."""
         cluster, newcomer, store = self.cluster, self._newcomer, self._store(generation)
         rank, size = generation.rank(self.member.uid), len(generation.members)
@@ -183,27 +183,29 @@ class Regrouping(ElasticView):
             cluster.wait_for_members(meet, f"the members of generation {generation.number}")
         cluster.form(generation.number, store, rank, size, BUILD_S, generation.host_size)
         done = -1.0 if newcomer else cluster.done
-        own = Told(done, cluster.held, cluster.kept is not None, self.binding.weight, len(self._members), **self._told())
-        table = cluster.gather_everybody([float(value) for value in (*own, *self.stream.position)])
-        return Meeting(table, rank, cluster.parts)
+        own = MemberState(
+            done, cluster.held, cluster.kept is not None, self.binding.weight, len(self._members), **self._further_state()
+        )
+        rows = cluster.gather_everybody([float(value) for value in (*own, *self.stream.position)])
+        return MemberTable(rows, rank, cluster.parts)
 
     def _store(self, generation: Generation) -> GenerationStore:
         return GenerationStore(self.driver, generation.number, BUILD_S)
 
     # --- the state of a worker that joins --------------------------------------------------------------------------------------
 
-    def _hand_over(self, meeting: Meeting) -> None:
+    def _hand_over(self, table: MemberTable) -> None:
         parts = self.binding, self.program, self.shared
-        given = pass_on(self.cluster, meeting.donor, meeting.newcomers, lambda: {**state_of(*parts), "members": self._members})
+        given = pass_on(self.cluster, table.donor, table.newcomers, lambda: {**state_of(*parts), "members": self._members})
         if given is not None:
             load_state(*parts, given)
             self._rescaled, self._members = 1.0, tuple(given["members"])
 
-    def _told(self) -> dict[str, float]:
+    def _further_state(self) -> dict[str, float]:
         """What processes of a split model tell of themselves."""
         return {}
 
-    def _form_replica(self, number: int, store: GenerationStore, meeting: Meeting) -> None:
+    def _form_replica(self, number: int, store: GenerationStore, table: MemberTable) -> None:
         """Where a model is split, connect with the other processes of the replica."""
 
     def share(self, name: str, one: Stateful) -> None:

@@ -12,7 +12,7 @@ from hocket.data.elastic_stream import Position as DataPosition
 from hocket.programs.elastic.generation import Generation, Position, agreed
 
 
-class Told(NamedTuple):
+class MemberState(NamedTuple):
     """What a process tells; its place in the data follows."""
 
     done: float
@@ -31,38 +31,38 @@ class Told(NamedTuple):
     step: float = 0.0
 
 
-_PLACE = len(Told._fields)
+_PLACE = len(MemberState._fields)
 
 
 @dataclass
-class Meeting:
+class MemberTable:
     """The rows of all processes, as process ``rank`` reads them; where a model is split, a replica has ``parts`` processes."""
 
-    table: Tensor
+    rows: Tensor
     rank: int
     parts: int = 1
 
     def __post_init__(self) -> None:
-        table, parts = self.table, self.parts
-        self.begins = bool((table[:, 0] < 0).all())
+        rows, parts = self.rows, self.parts
+        self.begins = bool((rows[:, 0] < 0).all())
         """Whether the training begins."""
-        for k in range(parts if table[:, 0].max() <= 0 else 0):
-            if (table[k::parts, 0] < 0).all():
-                table[k, 0] = 0.0  # with the first one's weights
-        self.count = agreed([Position(int(done), bool(held), bool(kept)) for done, held, kept in table[:, :3].tolist()])
+        for k in range(parts if rows[:, 0].max() <= 0 else 0):
+            if (rows[k::parts, 0] < 0).all():
+                rows[k, 0] = 0.0  # with the first one's weights
+        self.count = agreed([Position(int(done), bool(held), bool(kept)) for done, held, kept in rows[:, :3].tolist()])
         """Exchanges that count."""
-        self.known = table[:, 0] >= 0
+        self.known = rows[:, 0] >= 0
         """Who has weights."""
-        self.lacks = self.known & (table[:, 0] < self.count) & (table[:, 1] == 0)
+        self.lacks = self.known & (rows[:, 0] < self.count) & (rows[:, 1] == 0)
         """Who lacks the result of the last exchange that counts."""
         self.donor = self._donor()
         """The process that gives its state to those that lack one; of the same part. −1: nobody lacks any."""
-        table[self.lacks, -1] = table[self.lacks, -2]  # an exchange counts that includes all they have computed
+        rows[self.lacks, -1] = rows[self.lacks, -2]  # an exchange counts that includes all they have computed
 
     def _donor(self) -> int:
-        part, table = self.rank % self.parts, self.table
-        able = (table[:, 0] == self.count) & ((table[:, 2] > 0) | ~self.lacks.any())
-        able &= torch.arange(len(table)) % self.parts == part
+        part, rows = self.rank % self.parts, self.rows
+        able = (rows[:, 0] == self.count) & ((rows[:, 2] > 0) | ~self.lacks.any())
+        able &= torch.arange(len(rows)) % self.parts == part
         if able.any():
             return int(able.nonzero()[0])
         if not self.known[part :: self.parts].all():
@@ -72,7 +72,7 @@ class Meeting:
     @property
     def newcomers(self) -> list[int]:
         """Processes of the same part that have no weights."""
-        return [r for r in range(self.rank % self.parts, len(self.table), self.parts) if not self.known[r]]
+        return [r for r in range(self.rank % self.parts, len(self.rows), self.parts) if not self.known[r]]
 
     @property
     def without_result(self) -> list[int]:
@@ -81,18 +81,18 @@ class Meeting:
 
     @property
     def somebody_behind(self) -> bool:
-        return bool(((self.table[:, 0] >= 0) & (self.table[:, 0] < self.count)).any())
+        return bool(((self.rows[:, 0] >= 0) & (self.rows[:, 0] < self.count)).any())
 
     @property
     def mates(self) -> Tensor:
         """The rows of this process's replica."""
         first = self.rank // self.parts * self.parts
-        return self.table[first : first + self.parts]
+        return self.rows[first : first + self.parts]
 
     @property
     def positions(self) -> list[DataPosition]:
         """Places in the data of all that were there before."""
-        return [DataPosition(*map(int, row)) for row in self.table[self.known, _PLACE:].tolist()]
+        return [DataPosition(*map(int, row)) for row in self.rows[self.known, _PLACE:].tolist()]
 
     @property
     def joined(self) -> int:
@@ -102,18 +102,18 @@ class Meeting:
     @property
     def hold_from(self) -> int:
         """The step from which on a split model's processes can all wait for others."""
-        return 0 if self.parts == 1 else int((self.table[:, 6] + self.table[:, 7])[self.known].max())
+        return 0 if self.parts == 1 else int((self.rows[:, 6] + self.rows[:, 7])[self.known].max())
 
     def scale(self, joins: bool) -> float:
         """How much more gradients under way count among so many processes."""
-        size = len(self.table)
-        weights = self.table[self.known, 3]
+        size = len(self.rows)
+        weights = self.rows[self.known, 3]
         scale = 1.0 if joins or not weights.any() else float(size / weights.sum()) * (len(weights) / size)
         return scale if abs(scale - 1.0) > 1e-9 else 1.0
 
     def before(self, joins: bool) -> int:
         """Replicas of the generation before, as this process knows, or the one whose state it has taken."""
-        return int(self.table[self.donor if joins else self.rank, 4]) // self.parts
+        return int(self.rows[self.donor if joins else self.rank, 4]) // self.parts
 
 
 def lost_since(before: tuple[int, ...], generation: Generation) -> tuple[int, ...]:
