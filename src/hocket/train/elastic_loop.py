@@ -151,7 +151,7 @@ class ElasticTraining(Training):
     def go_on_after(self, states: Sequence[dict[str, Any]]) -> None:
         """Of an epoch that was under way the samples go on behind the last one that was computed."""
         jobs = [(state["replicas"] or {}).get("job", {}) for state in states]
-        epoch = {"epoch": states[0]["epoch"], "history": [], "taken": 0, "sound": 0, "workers": 1, "worker": 0}
+        epoch = {"epoch": states[0]["epoch"], "history": [], "taken": 0, "sound": 0, "workers": 1, "worker": 0, "members": []}
         self.stream.go_on([job["samples"] for job in jobs] if all("samples" in job for job in jobs) else [epoch])
         self.stream.begin(self.batches.partition)
         self.epoch, self.step, self.metrics = states[0]["epoch"], self.runtime.step, list(states[0]["metrics"])
