@@ -11,7 +11,8 @@ Linux, root). Every 10 seconds a process chosen by the seed
 - is cut off, for 2 seconds or for 12: the switch drops all its packets in silence,
 - or has all its connections reset (`ss -K` in its namespace).
 
-12 seconds count as lost, and a shard or worker that died is replaced. A run that makes no epoch for a minute hangs.
+12 seconds count as lost, and a shard or worker that died is replaced. A run that makes no epoch for a minute hangs. After the last
+fault it goes on until 15 seconds have gone by without a loss, and an epoch has ended since then.
 
 *Every loss counted*: whoever was killed (in an elastic run also: away for 12 seconds) while it took part must have been told lost,
 and nobody else (``missed`` and ``unexplained`` are 0); in an elastic run the metrics must count what the rendezvous told
@@ -47,7 +48,7 @@ from netlab import INTERFACE, Lab
 
 ELASTIC, SERVERS = "local(8) + topk(0.05) | qsgd(4)", "async + server(2)"
 STRATEGIES = (ELASTIC, SERVERS)
-EVERY_S, HANG_S, WORKERS, SHARDS = 10.0, 60.0, 6, 2
+EVERY_S, HANG_S, CALM_S, WORKERS, SHARDS = 10.0, 60.0, 15.0, 6, 2
 LAUNCHER = WORKERS + SHARDS
 """Its host, which is never cut off."""
 FAULTS = (("kill", 0.0), ("stop", 2.0), ("stop", 12.0), ("cut", 2.0), ("cut", 12.0), ("reset", 0.0))
@@ -249,6 +250,10 @@ def soak(strategy: str, minutes: float, seed: int | None, keep: Path | None) -> 
         launcher, disturber, memory = psutil.Process(process.pid), Disturber(lab, seed or 0), Memory()
         try:
             longest, hung = _watch(process, launcher, lab, metrics, None if seed is None else disturber, memory, minutes)
+            if seed is not None and not hung:
+                disturber.undo(float("inf"))
+                hung = not _settled(process, folder / "log", metrics) and process.poll() is None
+            told, said = _lines(metrics), (folder / "log").read_text().splitlines()
         finally:
             disturber.undo(float("inf"))
             ended = process.poll()
@@ -259,8 +264,6 @@ def soak(strategy: str, minutes: float, seed: int | None, keep: Path | None) -> 
             log.close()
             if keep is not None:
                 keep.write_text((folder / "log").read_text())
-        told = [json.loads(line) for line in metrics.read_text().splitlines()]
-        said = (folder / "log").read_text().splitlines()
     last = [line["accuracy"] for line in told if line["accuracy"] is not None][-max(1, len(told) // 10) :]
     result = {
         "strategy": strategy,
@@ -315,6 +318,24 @@ def _watch(
     return longest, time.monotonic() - seen >= HANG_S
 
 
+def _lines(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def _settled(process: subprocess.Popen[bytes], log: Path, metrics: Path) -> bool:
+    """Wait until nobody has been lost for a while, and the last line of metrics was written after that."""
+    lost, since, epochs, deadline = -1, 0.0, 0, time.monotonic() + 2 * HANG_S
+    while process.poll() is None and (now := time.monotonic()) < deadline:
+        if (found := len(_LOST.findall(log.read_text()))) != lost:
+            lost, since = found, now
+        if now - since < CALM_S:
+            epochs = len(_lines(metrics))
+        elif len(_lines(metrics)) > epochs + 1:  # the one that ended next may have been summed up before
+            return True
+        time.sleep(0.5)
+    return False
+
+
 def account(strategy: str, faults: list[Fault], said: list[str], counted: int) -> dict[str, Any]:
     """Faults and losses side by side, by host: ``missed`` losses were told too seldom, ``unexplained`` ones had no fault."""
     told: Counter[int] = Counter()
@@ -356,6 +377,7 @@ def main() -> None:
             found |= {"undisturbed": calm["accuracy"], "undisturbed_epochs": calm["epochs"]}
             failed |= found["accuracy"] < calm["accuracy"] - 0.01
         failed |= found["hung"] or found["ended_early"] is not None or found["missed"] > 0 or found["unexplained"] > 0
+        failed |= strategy == ELASTIC and found["told_lost"] != found["counted_lost"]
         results.append(found)
         print(json.dumps(found, indent=1), flush=True)
     if given.json is not None:

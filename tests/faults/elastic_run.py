@@ -11,6 +11,9 @@ step alone; at the end all that live are members and go on.
 With ``parts`` a model is split: so many processes are a replica. They compute in a pass that ends once all of them are in it, which
 goes on when the generation changes; a member that waits in a pass forms the next generation meanwhile. Each part is exchanged
 among those that hold it, and acknowledged by all.
+
+Every exchange tells, as the one at the end of an epoch does, how many losses its members have heard of: at the end that is the
+number that the rendezvous has told, one by one, whichever members are left.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from faults.simulated import QUIET_S, Fault, FaultyNetwork, Outcome, Schedule, trace_messages
 from hocket.cluster.ending import Ending
 from hocket.drivers.simulation import Call, Simulation
+from hocket.programs.base import Say
 from hocket.programs.elastic.generation import Generation, Position, agreed
 from hocket.programs.elastic.member import Abandon, Member
 from hocket.programs.elastic.rendezvous import Rendezvous
@@ -100,6 +104,10 @@ class ElasticRun:
         self.lists: dict[int, tuple[int, ...]] = {}
         self.collectives: dict[tuple[Any, ...], Collective] = {}
         self.workers: dict[int, Worker] = {}
+        self.told_lost = 0
+        """Losses that the rendezvous has told people."""
+        self.counted: dict[tuple[int, int, int], int] = {}
+        """By exchange, generation and part: the losses that those who made it have heard of."""
         self.uids, self.goal, self.named, self.planned = 0, 0, 0, 0
         self.endings = self.rng.choices(list(Ending) if parts == 1 else [Ending.ACKNOWLEDGED], k=_EVERY)
         if Ending.SHARED in self.endings:  # no strategy has both: who ends one that is OWN says nothing of the one before
@@ -209,6 +217,7 @@ class ElasticRun:
             self._look(key[1])
 
     def _effect(self, key: Any, effect: Any) -> None:
+        self.told_lost += isinstance(effect, Say) and key == RENDEZVOUS and "is lost;" in effect.text
         if isinstance(effect, Abandon) and key[1] in self.workers:
             worker = self.workers[key[1]]
             if effect.generation.number > worker.generation:
@@ -394,6 +403,8 @@ class ElasticRun:
     def _exchange(self, place: int) -> None:
         worker = self.workers[place]
         worker.at_end = worker.computed = False
+        made = len(worker.log or ()), worker.generation, worker.part
+        self.counted[made] = max(self.counted.get(made, 0), worker.member.lost)
         self._enter(place, "data", worker.member.latest.number, self._held)
 
     def _change(self, place: int) -> None:
@@ -471,6 +482,10 @@ class ElasticRun:
                 break
             outcome.events += 1
         outcome.end_s = self.simulation.now
+        for worker in () if outcome.violations else self.workers.values():
+            made = [(exchange, generation, worker.part) for exchange, generation in enumerate(worker.log or ())]
+            if self.counted[made[-1]] != self.told_lost:
+                self.violate(f"{self.told_lost} losses are told, but {self.counted[made[-1]]} are counted")
         return outcome
 
     def _go_on(self) -> bool:

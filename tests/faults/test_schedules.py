@@ -85,6 +85,29 @@ def test_members_that_do_not_repeat_what_was_lost_are_found(monkeypatch: pytest.
     assert "hangs" in violations[0]
 
 
+def test_losses_that_are_counted_by_lists_of_members_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is lost before its first group stands is in none of those that the others have formed."""
+
+    class Counting(Member):
+        before: tuple[int, ...] = ()
+        counted = 0
+
+        @property
+        def lost(self) -> int:
+            return self.counted
+
+        def has_formed(self, number: int, now: float) -> Any:  # type: ignore[override]
+            gone = set(self.before) - set(self.latest.members)
+            self.counted += 0 if self.latest.planned else len(gone)
+            self.before = self.latest.members
+            return super().has_formed(number, now)
+
+    monkeypatch.setattr(elastic_run, "Member", Counting)
+    outcome = _first_violation(elastic_run.run_schedule, range(100))
+    assert outcome is not None
+    assert "losses are told, but" in outcome.violations[0]
+
+
 # --- it bites ------------------------------------------------------------------------------------------------------------------
 
 

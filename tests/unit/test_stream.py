@@ -13,59 +13,63 @@ from hocket.data.partition import Partition
 from hocket.data.shards.order import ShardOrder
 
 
+def _change(streams: list[SampleStream], before: list[SampleStream], numbers: dict[SampleStream, int], lost: bool) -> None:
+    for stream in before:
+        stream.turn()
+    positions = [s.position for s in before]
+    for rank, stream in enumerate(streams):
+        stream.propose(positions, [numbers[s] for s in streams], rank, lost)
+        stream.confirm()
+
+
 @pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(40))
 def test_every_sample_is_given_once_however_workers_come_and_go(seed: int, shards: bool) -> None:
-    """Workers are at most one round apart; what a lost one was given since the last exchange that counts is given again. Of packed
-    shards nothing is dropped, if an exchange counts between two losses."""
+    """Workers are at most one round apart; what lost ones were given since the last exchange that counts is given again, also where
+    several are lost before the next one. Of packed shards nothing is dropped."""
     rng = random.Random(seed)
     count, samples = rng.randint(2, 5), rng.randint(40, 200)
     partition = Partition(samples, count, rng.randint(1, 4), seed, order=ShardOrder([samples], seed) if shards else None)
     streams = [SampleStream(count, worker) for worker in range(count)]
-    pending: dict[int, list[int]] = {id(s): [] for s in streams}
+    pending: dict[SampleStream, list[int]] = {s: [] for s in streams}
     given: Counter[int] = Counter()
     for stream in streams:
         stream.begin(partition)
-    alive, settled = True, True
+    alive, period, made = True, rng.choice([1, 1, 3]), 0
+    numbers = {s: k for k, s in enumerate(streams)}
+    _change(streams, streams[:1], numbers, lost=False)  # the run begins
     while alive:
-        alive = False
-        ahead = rng.randint(0, len(streams))  # so many take the round before the others learn of a loss
-        fault = rng.random() < 0.15 and len(streams) > 2 and (settled or not shards)
-        order = list(streams)
-        for k, stream in enumerate(order):
-            if fault and k == ahead:
-                lost = rng.randrange(len(streams))
-                slots = [streams[lost].worker]
-                left = [s for s in streams if s is not streams[lost]]
-                positions = [s.position for s in left]
-                for rank, s in enumerate(left):
-                    s.propose(positions, slots, len(left), rank)
-                    s.confirm()
-                pending.pop(id(streams[lost]))
-                streams = left
+        alive, made = False, made + 1
+        faults = {rng.randint(0, len(streams)) for _ in range(3) if rng.random() < 0.1}  # after so many have taken the round
+        ended = False  # for one of them, after which nothing of the epoch is dealt again
+        for k, stream in enumerate(list(streams)):
+            if k in faults and len(streams) > 1 and not ended:
+                lost = rng.choice(streams)
+                streams = [s for s in streams if s is not lost]
+                _change(streams, streams, numbers, lost=True)
+                pending.pop(lost)
+                alive = True
             if stream not in streams:
                 continue
             found = stream.next()
-            alive = alive or found is not None
+            alive, ended = alive or found is not None, found is None
             if found is not None:
-                pending[id(stream)] += found.indices[stream.worker].tolist()
-        settled = len({s.position[:3] for s in streams}) == 1
-        if not settled:
+                pending[stream] += found.indices[stream.worker].tolist()
+        if made % period and alive:
             continue
         for stream in streams:  # an exchange that includes all rounds so far
             stream.count()
-            given.update(pending[id(stream)])
-            pending[id(stream)] = []
+            given.update(pending[stream])
+            pending[stream] = []
         if rng.random() < 0.1:
             joined = SampleStream()
             joined.load_state_dict(streams[0].state_dict())
             joined.begin(partition)
-            pending[id(joined)] = []
-            positions = [s.position for s in streams]
-            streams.append(joined)
-            for rank, s in enumerate(streams):
-                s.propose(positions, [], len(streams), rank)
-                s.confirm()
+            pending[joined] = []
+            numbers[joined] = len(numbers)
+            before = list(streams)
+            streams.insert(rng.randint(0, len(streams)), joined)
+            _change(streams, before, numbers, lost=False)
     assert max(given.values()) == 1
     dropped = samples - len(given)
     assert dropped < (1 if shards else 2 * len(streams) + 5), "only a rest too small for all workers is dropped"

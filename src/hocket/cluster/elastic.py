@@ -59,6 +59,8 @@ class ElasticCluster(ProcessCluster):
         """Those that all members agreed on in the last exchange that had any."""
         self.current: ElasticExchange | None = None
         """The exchange whose parts the thread launches."""
+        self.of_figures = False
+        """Whether the exchange under way is none of the training."""
         self.kept: Kept | None = None
         self.unmixed = 0
         """Exchanges whose result did not come, so that this worker went on with its own weights."""
@@ -200,11 +202,11 @@ class ElasticCluster(ProcessCluster):
             exchange.submit(work, name="figures")
             return exchange
 
-        counting, self.ledger.counting = self.ledger.counting, False  # it is not one of the training
+        counting, self.ledger.counting, self.of_figures = self.ledger.counting, False, True
         try:
             (result,) = self.complete(begin(), begin)
         finally:
-            self.ledger.counting = counting
+            self.ledger.counting, self.of_figures = counting, False
         return result
 
     # --- verbs ---------------------------------------------------------------------------------------------------------------

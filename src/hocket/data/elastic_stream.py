@@ -2,8 +2,9 @@
 
 An epoch is one permutation of all samples, dealt in rounds. When the number of workers changes after some rounds, the samples that
 are left are dealt in rounds of the new size. What a lost worker was given after the last exchange that counts goes to the end of
-the epoch: its gradients were lost with it, so others compute them. All of it is a function of the seed and of the *history* of the
-epoch, which every worker knows: how many workers made how many rounds, and whose mini-batches were dealt again.
+the epoch: its gradients were lost with it, so others compute them. These may be rounds of several sizes, where several workers are
+lost before an exchange counts. All of it is a function of the seed and of the *history* of the epoch, which every worker knows: how
+many workers made how many rounds (a *segment*), and whose mini-batches were dealt again.
 
 Workers may be some mini-batches apart when they learn of a change; all go over to the new rounds after the same one.
 """
@@ -23,7 +24,7 @@ from hocket.errors import HocketError
 
 class Position(NamedTuple):
     """How far a worker is: the epoch, how often the number of workers has changed in it, rounds since then, and how many of these
-    the last exchange that counts had included."""
+    the last exchange that counts had included; −2: neither these nor the last two before them."""
 
     epoch: int
     segment: int
@@ -34,8 +35,9 @@ class Position(NamedTuple):
 class _Change(NamedTuple):
     at: int
     again: list[list[int]]
-    workers: int
+    """Whose mini-batches are dealt again: the segment, the first round, and the place there."""
     worker: int
+    members: tuple[int, ...]
 
 
 class SampleStream:
@@ -43,6 +45,8 @@ class SampleStream:
 
     def __init__(self, workers: int = 1, worker: int = 0) -> None:
         self.workers, self.worker = workers, worker
+        self._members = tuple[int, ...]()
+        """Numbers of those who make the rounds now, in the order of their places."""
         self.dealt_again = 0
         """Mini-batches of lost workers that were dealt again."""
         self.skipped = 0
@@ -119,10 +123,11 @@ class SampleStream:
         if self._rounds is None:
             assert self._partition is not None, "begin() comes first"
             order = self._partition.permutation(self._epoch)
-            for workers, count, again in self._history:
-                rounds = self._deal(order, workers)[:count]
-                returned = [r.indices[slot] for first, slot in again for r in rounds[first:]]
-                order = torch.cat([order[sum(sum(r.sizes) for r in rounds) :], *returned])
+            dealt = list[list[Round]]()
+            for workers, count, again, _ in self._history:
+                dealt.append(self._deal(order, workers)[:count])
+                returned = [r.indices[slot] for segment, first, slot in again for r in dealt[segment][first:]]
+                order = torch.cat([order[sum(sum(r.sizes) for r in dealt[-1]) :], *returned])
             self._rounds = self._deal(order, self.workers)
         return self._rounds
 
@@ -133,19 +138,34 @@ class SampleStream:
 
     # --- changes -------------------------------------------------------------------------------------------------------------
 
-    def propose(self, positions: Sequence[Position], lost: Sequence[int], workers: int, worker: int) -> None:
-        """From the latest of ``positions`` on (those of all that were there before) there are ``workers`` workers, of which this is
-        number ``worker``; the ``lost`` ones were there before. It counts once all have agreed: see :meth:`confirm`."""
+    def propose(self, positions: Sequence[Position], members: Sequence[int], worker: int, lost: bool) -> None:
+        """From the latest of ``positions`` on (those of all that were there before) the workers are ``members``, of which this is
+        number ``worker``. Others that were there before have left, or are ``lost``. It counts once all have agreed: see
+        :meth:`confirm`."""
         latest = max(positions)
-        sound = min((p.sound for p in positions if p[:2] == latest[:2]), default=0)
-        again = [[sound, slot] for slot in lost if latest.taken > sound]
-        self._proposed = latest[:2], _Change(latest.taken, again, workers, worker)
+        sound = min(p.sound for p in positions if p[:2] == latest[:2])
+        again = self._unsound(latest, sound, set(members)) if lost else []
+        self._proposed = latest[:2], _Change(latest.taken, again, worker, tuple(members))
+
+    def _unsound(self, latest: Position, sound: int, left: set[int]) -> list[list[int]]:
+        """What those who were there at ``latest``, and are not ``left``, were given after the last exchange that counts."""
+        segments = [(count, members) for _, count, _, members in self._history] if latest.epoch == self._epoch else []
+        there = self._members
+        for key, change in sorted(self._changes.items()):  # others may have gone over to them already
+            if key < latest[:2]:
+                segments += [(change.at, there)] * (key[0] == latest.epoch)
+                there = change.members
+        sound, begun, again = sound + sum(count for count, _ in segments), 0, list[list[int]]()
+        for segment, (count, members) in enumerate([*segments, (latest.taken, there)]):
+            if (first := max(sound - begun, 0)) < count:
+                again += [[segment, first, members.index(one)] for one in there if one not in left and one in members]
+            begun += count
+        return again
 
     def confirm(self) -> None:
         """The number of workers changes as was proposed."""
         assert self._proposed is not None
         (key, change), self._proposed = self._proposed, None
-        self.dealt_again += sum(change.at - first for first, _ in change.again)
         self._changes[key] = change
         self.turn()
 
@@ -157,22 +177,30 @@ class SampleStream:
         """Go over to other rounds, if the number of workers changes here."""
         while self.due:
             change = self._changes.pop((self._epoch, len(self._history)))
-            self._history.append([self.workers, change.at, change.again])
-            self.workers, self.worker, self._taken, self._sound, self._rounds = change.workers, change.worker, 0, 0, None
+            self._history.append([self.workers, change.at, change.again, list(self._members)])
+            self.dealt_again += sum(self._history[segment][1] - first for segment, first, _ in change.again)
+            self._sound -= change.at
+            if self._sound == 0:  # nobody asks any more who made those rounds
+                self._history = [[*entry[:3], []] for entry in self._history]
+            self.workers, self.worker, self._members = len(change.members), change.worker, change.members
+            self._taken, self._rounds = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """What a worker that joins must know."""
+        self.turn()
         place = {"epoch": self._epoch, "history": self._history, "taken": self._taken, "sound": self._sound}
-        return {**place, "workers": self.workers, "worker": self.worker}
+        return {**place, "workers": self.workers, "worker": self.worker, "members": list(self._members)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch, self._taken, self._sound, self.workers = (state[k] for k in ("epoch", "taken", "sound", "workers"))
+        self._members = tuple(state["members"])
         self._history, self._changes, self._rounds = [list(one) for one in state["history"]], {}, None
 
     def go_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on behind what all workers of a run that has ended computed, by their :meth:`state_dict`.
 
-        >>> saved = [{"epoch": 2, "history": [], "taken": 3, "sound": 3, "workers": 2, "worker": worker} for worker in (0, 1)]
+        >>> place = {"epoch": 2, "history": [], "taken": 3, "sound": 3, "workers": 2, "members": []}
+        >>> saved = [{**place, "worker": worker} for worker in (0, 1)]
         >>> now = SampleStream(3, 1)
         >>> now.go_on(saved)
         >>> now.position, now.workers, now.worker
@@ -180,12 +208,12 @@ class SampleStream:
         """
         if len({repr((state["epoch"], state["history"], state["workers"])) for state in states}) > 1:
             raise HocketError("its workers stand at different places in the data")
-        workers, worker, begun = self.workers, self.worker, self._changes
+        worker, members, begun = self.worker, self._members or tuple(range(self.workers)), self._changes
         taken = {int(state["worker"]): int(state["taken"]) for state in states}
         at = max(taken.values())
-        self.load_state_dict({**states[0], "taken": at})
+        self.load_state_dict({**states[0], "taken": at, "sound": at})  # what was computed is in what was saved
         # Some may have computed fewer mini-batches than others: what they have not is dealt to others.
-        again = [[count, slot] for slot, count in sorted(taken.items()) if count < at]
-        self._changes[self._epoch, len(self._history)] = _Change(at, again, workers, worker)
+        again = [[len(self._history), count, place] for place, count in sorted(taken.items()) if count < at]
+        self._changes[self._epoch, len(self._history)] = _Change(at, again, worker, members)
         self._changes |= {key: change for key, change in begun.items() if key not in self._changes}  # somebody was lost meanwhile
         self.turn()

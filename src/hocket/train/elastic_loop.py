@@ -41,6 +41,7 @@ class ElasticTraining(Training):
             replica.optimizer, lambda _: factor(round((self.epoch + self.stream.progress) * per_epoch)), self.scheduler.last_epoch
         )
         self._told = 0
+        self._lost = self._lost_total = 0  # losses that the lines so far include, and those of the next one
         runtime.share("training", Progress(self))
 
     @property
@@ -87,9 +88,10 @@ class ElasticTraining(Training):
         return loss[:0] if stands_in else loss
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
-        own = [math.fsum(t.item() for t in losses) / max(len(losses), 1)]
+        own = [math.fsum(t.item() for t in losses) / max(len(losses), 1), float(self.runtime.member.lost)]
         everyone = self.cluster.all_gather_metrics(torch.tensor([own], dtype=torch.float64))
-        return float(everyone.mean())
+        self._lost_total = int(everyone[:, 1].max())  # the same on all: the line is that of whichever worker writes it
+        return float(everyone[:, 0].mean())
 
     def _evaluate(self) -> Evaluation:
         """Every worker looks at a part of the test set; again, if one was lost meanwhile. All decide it by the same figures."""
@@ -110,7 +112,9 @@ class ElasticTraining(Training):
 
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
         new, self._told = self.runtime.events[self._told :], len(self.runtime.events)
-        figures = {name: sum(event[name] for event in new) for name in ("lost", "left", "joined")}
+        figures = {"lost": self._lost_total - self._lost, "lost_total": self._lost_total}
+        figures |= {name: sum(event[name] for event in new) for name in ("left", "joined")}
+        self._lost = self._lost_total
         seconds = sum(event["seconds"] for event in new)
         further = super()._further_metrics(accuracy)
         return {**further, "workers": self.cluster.size, **figures, "regroup_s": seconds, "dealt_again": self.stream.dealt_again}
@@ -121,10 +125,12 @@ class ElasticTraining(Training):
     def go_on_after(self, states: Sequence[dict[str, Any]]) -> None:
         """Of an epoch that was under way the samples go on behind the last one that was computed."""
         jobs = [(state["replicas"] or {}).get("job", {}) for state in states]
-        epoch = {"epoch": states[0]["epoch"], "history": [], "taken": 0, "sound": 0, "workers": 1, "worker": 0}
+        epoch = {"epoch": states[0]["epoch"], "history": [], "taken": 0, "sound": 0, "workers": 1, "worker": 0, "members": []}
         self.stream.go_on([job["samples"] for job in jobs] if all("samples" in job for job in jobs) else [epoch])
         self.stream.begin(self.batches.partition)
         self.epoch, self.step, self.metrics = states[0]["epoch"], self.runtime.step, list(states[0]["metrics"])
+        told = self.metrics[-1].get("lost_total", 0) if self.metrics else 0
+        self._lost = min(told, self.runtime.member.lost)  # a rendezvous that was started for this run begins to count anew
         self.scheduler.last_epoch = self.step
         self.set_rates()
 
@@ -161,10 +167,11 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         scheduler = {"base_lrs": self.base_lrs, "last_epoch": self._training.scheduler.last_epoch}
-        return {**self._training._progress(), "scheduler": scheduler}
+        return {**self._training._progress(), "scheduler": scheduler, "lost": self._training._lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         training, scheduler = self._training, self._training.scheduler
         training._load_progress(state)
+        training._lost = state["lost"]
         self.base_lrs, scheduler.last_epoch = state["scheduler"]["base_lrs"], state["scheduler"]["last_epoch"]
         training.set_rates()

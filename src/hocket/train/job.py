@@ -161,8 +161,8 @@ class Job(JobState):
         The figures are those of this worker; it waits for no other, so one worker may call it alone. Which part of
         ``synchronisation_s`` was wait and which was transfer is known after :meth:`finish` (until then both are None).
         ``all_workers=True``: means of seconds and sums of bytes over all workers; a collective, which all must call together. An
-        elastic run also has ``workers``, ``lost``, ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``; a job that
-        :meth:`reads` a stream has ``data_wait_s``, ``data_bytes`` and ``data_skipped``.
+        elastic run also has ``workers``, ``lost`` (of all the run, as the rendezvous counts), ``left``, ``joined``, ``regroup_s``,
+        ``dealt_again`` and ``skipped``; a job that :meth:`reads` a stream has ``data_wait_s``, ``data_bytes`` and ``data_skipped``.
         """
         return {**self.runtime.ledger.summary(all_workers), **self.runtime.figures()}
 

@@ -31,19 +31,21 @@ class Generation:
     parts: int = 1
     host_size: int = 0
     """Each block of so many consecutive replicas is on one host; 0: unknown."""
+    lost: int = 0
+    """Replicas that were lost before it, since the rendezvous began."""
 
     @classmethod
     def after(
-        cls, last: Generation, members: Sequence[int], planned: bool, hold: bool, parts: int = 1, host_size: int = 0
+        cls, last: Generation, members: Sequence[int], planned: bool, hold: bool, parts: int = 1, host_size: int = 0, lost: int = 0
     ) -> Generation:
         """The generation that follows ``last``.
 
         >>> Generation.after(Generation(3, (7, 9), since=(1, 3)), [9, 12], False, False)
-        Generation(number=4, members=(9, 12), planned=False, hold=False, since=(3, 4), parts=1, host_size=0)
+        Generation(number=4, members=(9, 12), planned=False, hold=False, since=(3, 4), parts=1, host_size=0, lost=0)
         """
         since = dict(zip(last.members, last.since, strict=True))
         begun = tuple(since.get(m, last.number + 1) for m in members)
-        return cls(last.number + 1, tuple(members), planned, hold, begun, parts, host_size)
+        return cls(last.number + 1, tuple(members), planned, hold, begun, parts, host_size, lost)
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -70,6 +72,7 @@ class Generation:
             "since": list(self.since),
             "parts": self.parts,
             "host_size": self.host_size,
+            "lost": self.lost,
         }
 
     @classmethod
@@ -77,8 +80,8 @@ class Generation:
         members = tuple(int(member) for member in metadata["members"])
         since = tuple(int(number) for number in metadata["since"])
         flags = bool(metadata["planned"]), bool(metadata["hold"])
-        sizes = int(metadata.get("parts", 1)), int(metadata.get("host_size", 0))
-        return cls(int(metadata["generation"]), members, *flags, since, *sizes)
+        numbers = (int(metadata.get(name, other)) for name, other in (("parts", 1), ("host_size", 0), ("lost", 0)))
+        return cls(int(metadata["generation"]), members, *flags, since, *numbers)
 
 
 class Position(NamedTuple):

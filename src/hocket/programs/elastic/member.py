@@ -70,6 +70,12 @@ class Member(Client):
         """Whether this is a member of the latest generation."""
         return not self.excluded and self.uid in self.latest.members
 
+    @property
+    def lost(self) -> int:
+        """Replicas that the run has lost, as far as this member has heard. Lists of members do not say it: one that is lost before
+        its first group stands is in none that others have formed."""
+        return self.latest.lost
+
     # --- events --------------------------------------------------------------------------------------------------------------
 
     @event

@@ -248,8 +248,8 @@ class Rendezvous(Service):
         if missing and not in_order and not self.over:
             self.lost += len(missing)
             left = self._standing()
-            whom = f"worker {found[0]}" + ", and with it its replica," * (self._parts > 1)
-            self._effects.append(Say(f"{whom} is lost; {len(left)} go on"))
+            said = ", and with it its replica," * (self._parts > 1) + f" is lost; {len(left)} go on"
+            self._effects += [Say(f"worker {next(uid for uid in found if uid in one)}{said}") for one in missing]
             self._announce(left, planned=False)
 
     @property
@@ -307,9 +307,9 @@ class Rendezvous(Service):
         return tuple(self._members[uid].host for uid in replica)
 
     def _announce(self, replicas: Sequence[tuple[int, ...]], planned: bool) -> None:
-        before, members = self.generation, tuple(uid for replica in replicas for uid in replica)
+        before, members, hold = self.generation, tuple(uid for one in replicas for uid in one), len(replicas) < self.least
         host_size = math.gcd(*Counter(map(self._host, replicas)).values())
-        new = self.generation = Generation.after(before, members, planned, len(replicas) < self.least, self._parts, host_size)
+        new = self.generation = Generation.after(before, members, planned, hold, self._parts, host_size, self.lost)
         self._announced = {n: g for n, g in self._announced.items() if n >= self._formed.number} | {new.number: new}
         if not members:
             self._formed, self._first = self.generation, 0.0  # nobody has the weights any more

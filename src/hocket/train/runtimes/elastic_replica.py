@@ -128,7 +128,7 @@ class ReplicaRuntime(ElasticRuntime):
     def _form_replica(self, number: int, store: GenerationStore, table: MemberTable) -> None:
         """Where one of its processes was in a step, it takes part in the next one without a pass, and so do the others."""
         mates, place = table.mates, self.cluster.rank
-        if mates[:, 5].min() > 0 and bool((mates[:, 5] == mates[0, 5]).all()):
+        if mates[:, 6].min() > 0 and bool((mates[:, 6] == mates[0, 6]).all()):
             return
         self.replica.connect(number, dist.PrefixStore(f"replica {place}", store), BUILD_S)
-        self._skipping = self.stream.epoch if bool(mates[:, 6].any()) and not self.mid_step else None
+        self._skipping = self.stream.epoch if bool(mates[:, 7].any()) and not self.mid_step else None

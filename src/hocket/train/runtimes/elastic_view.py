@@ -12,6 +12,7 @@ from hocket.cluster.elastic import ElasticCluster
 from hocket.data.elastic_stream import SampleStream
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.elastic.generation import Generation
+from hocket.programs.elastic.member import Member
 from hocket.strategy import Strategy
 from hocket.train.runtimes.collective import CollectiveRuntime
 
@@ -26,6 +27,7 @@ class ElasticView(CollectiveRuntime):
     """The part of :class:`~hocket.train.runtimes.elastic.ElasticRuntime` that forms no groups."""
 
     cluster: ElasticCluster
+    member: Member
     stream: SampleStream
 
     def __init__(self, cluster: ElasticCluster) -> None:
@@ -60,12 +62,12 @@ class ElasticView(CollectiveRuntime):
     def _note(self, generation: Generation, seconds: float, gone: int, came: int) -> None:
         """A generation has been formed, without ``gone`` workers of the one before and with ``came`` others."""
         entry = {"generation": generation.number, "workers": self.cluster.size, "step": self.program.step, "seconds": seconds}
-        lost, left = (0, gone) if generation.planned else (gone, 0)
-        self.events.append({**entry, "lost": lost, "left": left, "joined": came})
+        lost = generation.lost - (self.events[-1]["lost_total"] if self.events else 0)
+        self.events.append({**entry, "lost_total": generation.lost, "left": max(gone - lost, 0), "joined": came})
 
     def figures(self) -> dict[str, Any]:
-        """How many workers there are now, and what has happened to others so far."""
-        counts = {name: sum(event[name] for event in self.events) for name in ("lost", "left", "joined")}
+        """How many workers there are now, how many the run has lost, and what else this one has seen so far."""
+        counts = {"lost": self.member.lost, **{name: sum(event[name] for event in self.events) for name in ("left", "joined")}}
         data = {"dealt_again": self.stream.dealt_again, "skipped": self.stream.skipped, "unmixed": self.cluster.unmixed}
         return {"workers": self.cluster.size, **counts, "regroup_s": sum(event["seconds"] for event in self.events), **data}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.data.elastic_stream import Position as DataPosition
-from hocket.programs.elastic.generation import Generation, Position, agreed
+from hocket.programs.elastic.generation import Position, agreed
 
 
 class MemberState(NamedTuple):
@@ -25,6 +25,8 @@ class MemberState(NamedTuple):
     """Its share of the exchange under way."""
     members: float
     """Processes of the last generation that it was in."""
+    figures: float
+    """Whether the exchange under way is one of figures, which includes no mini-batch."""
     connected: float = 0.0
     """Where a model is split: the generation in which its replica was connected, whether it is in a step, and its steps."""
     mid_step: float = 0.0
@@ -57,7 +59,10 @@ class MemberTable:
         """Who lacks the result of the last exchange that counts."""
         self.donor = self._donor()
         """The process that gives its state to those that lack one; of the same part. −1: nobody lacks any."""
-        rows[self.lacks, -1] = rows[self.lacks, -2]  # an exchange counts that includes all they have computed
+        self.behind = self.known & (rows[:, 0] < self.count)
+        """Who has not completed it."""
+        trained = self.behind & (rows[:, 5] == 0)
+        rows[trained, -1] = rows[trained, -2]  # an exchange counts that includes all they have computed
 
     def _donor(self) -> int:
         part, rows = self.rank % self.parts, self.rows
@@ -81,7 +86,7 @@ class MemberTable:
 
     @property
     def somebody_behind(self) -> bool:
-        return bool(((self.rows[:, 0] >= 0) & (self.rows[:, 0] < self.count)).any())
+        return bool(self.behind.any())
 
     @property
     def mates(self) -> Tensor:
@@ -102,7 +107,7 @@ class MemberTable:
     @property
     def hold_from(self) -> int:
         """The step from which on a split model's processes can all wait for others."""
-        return 0 if self.parts == 1 else int((self.rows[:, 6] + self.rows[:, 7])[self.known].max())
+        return 0 if self.parts == 1 else int((self.rows[:, 7] + self.rows[:, 8])[self.known].max())
 
     def scale(self, joins: bool) -> float:
         """How much more gradients under way count among so many processes."""
@@ -114,13 +119,3 @@ class MemberTable:
     def before(self, joins: bool) -> int:
         """Replicas of the generation before, as this process knows, or the one whose state it has taken."""
         return int(self.rows[self.donor if joins else self.rank, 4]) // self.parts
-
-
-def lost_since(before: tuple[int, ...], generation: Generation) -> tuple[int, ...]:
-    """The places of those of the replicas ``before`` that are no longer there.
-
-    >>> lost_since((7, 9, 12), Generation(3, (7, 12)))
-    (1,)
-    """
-    parts = generation.parts
-    return tuple(r for r in range(len(before) // parts) if before[r * parts : (r + 1) * parts] not in generation.replicas)

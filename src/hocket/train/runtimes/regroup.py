@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from hocket.programs.elastic.generation import Generation
 from hocket.train.elastic import Elastic, Stateful
 from hocket.train.handover import Shared, load_state, pass_on, state_of
 from hocket.train.runtimes.elastic_view import AWAY, ElasticView, Rejoined
-from hocket.train.runtimes.member_table import MemberState, MemberTable, lost_since
+from hocket.train.runtimes.member_table import MemberState, MemberTable
 
 BUILD_S = 20.0
 """How long members of a generation that have all come wait for each other's connections."""
@@ -43,7 +44,7 @@ class Regrouping(ElasticView):
         self._terms = ""
         self._rescaled = 1.0  # since the state of another worker was taken
         self._newcomer, self._hold, self._meanwhile, self._members = True, False, False, tuple[int, ...]()
-        self._tried, self._untidy, self._given_in, self._hold_from = tuple[int, ...](), False, 0, 0
+        self._untidy, self._given_in, self._hold_from = False, 0, 0
         self.began: tuple[int, int] | None = None  # its place and the number of workers, where the run began with it
         self.on_last: Callable[[], None] = lambda: None  # called where all leave, at the end of a step
         cluster.latest_generation = lambda: self.member.latest.number
@@ -148,13 +149,12 @@ class Regrouping(ElasticView):
         if newcomer:  # no longer one: others may go on from here where this one fails before it knows that all have the weights
             cluster.done, cluster.held, self._newcomer = table.count, False, False
             cluster.kept = None if result is None else Kept(result, 1)
-        before, self._given_in = self._members, generation.number if newcomer or self._given_in else 0
+        self._given_in = generation.number if newcomer or self._given_in else 0
         if self.stream.missed(table.positions):  # others have formed the one in which this worker failed at the last moment
             self.stream.confirm()
-            before = self._tried
-        lost = lost_since(before, generation)
-        self.stream.propose(table.positions, [] if generation.planned else lost, cluster.size, cluster.rank)
-        self._tried = generation.members
+        firsts = [replica[0] for replica in generation.replicas]
+        self.stream.propose(table.positions, firsts, cluster.rank, lost=not generation.planned)
+        gone = sum(replica not in generation.replicas for replica in replace(generation, members=self._members).replicas)
         found = self.program.regrouped(counts, self.binding.weights)
         if cluster.parts == 1 and table.somebody_behind:  # otherwise each has those of its part
             tell_flags(cluster, table.donor)
@@ -168,7 +168,7 @@ class Regrouping(ElasticView):
         self._hold_from = table.hold_from
         self.stream.confirm()
         self.driver.begin(self.member.has_formed, generation.number)
-        self._note(generation, time.monotonic() - begun, 0 if newcomer else len(lost), table.joined)
+        self._note(generation, time.monotonic() - begun, 0 if newcomer else gone, table.joined)
         return counts
 
     def _meet(self, generation: Generation) -> MemberTable:
@@ -183,9 +183,9 @@ class Regrouping(ElasticView):
             cluster.wait_for_members(meet, f"the members of generation {generation.number}")
         cluster.form(generation.number, store, rank, size, BUILD_S, generation.host_size)
         done = -1.0 if newcomer else cluster.done
-        own = MemberState(
-            done, cluster.held, cluster.kept is not None, self.binding.weight, len(self._members), **self._further_state()
-        )
+        held, keeps, weight = cluster.held, cluster.kept is not None, self.binding.weight
+        own = MemberState(done, held, keeps, weight, len(self._members), cluster.of_figures, **self._further_state())
+        self.stream.turn()
         rows = cluster.gather_everybody([float(value) for value in (*own, *self.stream.position)])
         return MemberTable(rows, rank, cluster.parts)
 
