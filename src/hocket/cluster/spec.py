@@ -96,12 +96,13 @@ BACKWARD = 2 / 3
 """The share of a step's time that the backward pass takes, where nothing else is known."""
 REFERENCE_FLOPS = 50e9
 """The speed of the worker on which :data:`CODING` was measured: one CPU core."""
-CODING: dict[str, float] = {
-    "cast": 5.6e-9, "qsgd": 32e-9, "bins": 45e-9, "ternary": 14e-9, "sign": 6.1e-9, "natural": 20e-9, "threshold": 20e-9,
-    "topk": 13e-9, "randomk": 2.7e-9, "lowrank": 4.6e-9, "dgc": 15e-9, "demo": 23e-9,
+CODING: dict[str, tuple[float, float]] = {
+    "cast": (92e-6, 0.47e-9), "qsgd": (111e-6, 0.57e-9), "bins": (134e-6, 1.8e-9), "ternary": (122e-6, 1.0e-9),
+    "sign": (139e-6, 1.6e-9), "natural": (111e-6, 0.52e-9), "threshold": (356e-6, 4.2e-9), "topk": (195e-6, 4.3e-9),
+    "randomk": (173e-6, 1.1e-9), "lowrank": (277e-6, 6.2e-9), "dgc": (213e-6, 5.9e-9), "demo": (748e-6, 15e-9),
 }  # fmt: skip
-"""Seconds per value of one coded exchange of a million values between four workers, on one CPU core, error feedback included, as
-:func:`hocket.prediction.probe.probe` measures it. A worker of other ``flops`` needs as many times less."""
+"""Seconds per exchange and per value of one coded exchange between four workers, on one CPU core with compiled codes, error
+feedback included (``python benchmarks/codes.py --defaults``). A worker of other ``flops`` needs as many times less per value."""
 
 
 UNCODED = frozenset({"gossip", "weights", "gradients", "server"})
@@ -238,16 +239,16 @@ class ClusterSpec:
         ``methods`` go from the exact to the general, such as ``["topk(0.01)", "topk"]``.
 
         >>> spec = ClusterSpec(coding={"topk": (1e-3, 2e-9)})
-        >>> spec.coding_s(["topk(0.01)", "topk"], 1e6), ClusterSpec(flops=5e12).coding_s(["cast"], 1e6) == CODING["cast"] * 1e4
-        (0.003, True)
+        >>> spec.coding_s(["topk(0.01)", "topk"], 1e6), round(ClusterSpec(flops=5e12).coding_s(["cast"], 1e8), 6)
+        (0.003, 0.000562)
         """
         others = () if set(methods) & UNCODED else ("other",)
         for method in (*methods, *others):
             if method in self.coding:
                 fixed, each = self.coding[method]
                 return fixed + each * values
-        known = next((CODING[method] for method in methods if method in CODING), 0.0)
-        return known * values * REFERENCE_FLOPS / self.flops
+        fixed, each = next((CODING[method] for method in methods if method in CODING), (0.0, 0.0))
+        return fixed + each * values * REFERENCE_FLOPS / self.flops
 
     def factors(self, workers: int) -> Tensor:
         """How many times as long each worker takes as the fastest kind: float64 ``[workers]``.
