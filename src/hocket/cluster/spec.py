@@ -297,9 +297,9 @@ class ClusterSpec:
 
         ``C`` is what a checkpoint takes and ``I`` the time between two, ``F`` the time between two failures of one worker. What is
         lost, ``L``, is ``n·(R + I/2)``: each of ``n`` failures stops all workers for the restart and for what was done since the
-        last checkpoint (Young 1974). Where workers do not step ``together`` it is ``R``: a failure stops one, and nothing is done again.
-        In an elastic run, a step of which takes ``elastic_step_s``, it is ``n·(P + s) + R``: the pause and the step in progress of
-        all, and the restart of one (times the processes of a ``replica``, which are lost together).
+        last checkpoint (Young 1974). Where workers do not step ``together`` it is ``R``: a failure stops one, and nothing is done
+        again. In an elastic run, a step of which takes ``elastic_step_s``, it is ``n·(P + s) + R``: the pause and the step in
+        progress of all, and the restart of one (times the processes of a ``replica``, which are lost together).
 
         >>> ClusterSpec(failure_every_s=1e6, restart_s=100, checkpoint_every_s=1800).pauses(100)
         1.1111111111111112
