@@ -5,6 +5,7 @@ python benchmarks/codes.py --indices    bits per index in Rice's code, by densit
 python benchmarks/codes.py --bins       relative squared error of bins(2) beside other codes of two bits
 python benchmarks/codes.py --exchange   operator calls and time of one exchange of 16 virtual workers (--device cuda)
 python benchmarks/codes.py --speed      time to encode and decode, in copies of the row (--device cuda --values 100000000)
+python benchmarks/codes.py --defaults   what one exchange takes of a worker's core: the cost model's defaults
 
 ``--speed`` measures `dgc` and `demo` with all that a worker does before it sends: momentum, selection, its own decoding, residual.
 On CUDA it also counts the kernels and copies that the device is given.
@@ -33,6 +34,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import Codec
 from hocket.compression.base import Compressor, Context, Mixed, State
 from hocket.models import cnn
+from hocket.prediction import probe
 from hocket.programs.two_stage import program_for
 
 SIZE = 1 << 22
@@ -212,6 +214,30 @@ def shortest(works: dict[Key, Callable[[], object]], device: str, rounds: int = 
     return {key: min(each[key] for each in found) for key in works}
 
 
+def defaults(rounds: int = 60, repeats: int = 6) -> None:
+    """``a`` and ``b`` of ``a + b·values``: exchanges as `hocket probe` makes them, of a worker with one thread of a CPU.
+
+    For a busy machine: processor time of the thread, the shortest of some exchanges in a row, in rounds of all codes.
+    """
+    torch.set_num_threads(1)
+    few, many = 1 << 12, 1 << 20
+    model = nn.Linear(1 << 10, 1 << 10, bias=False)
+    coders = {(code, values): probe.Coder(code, model, 4, values) for code in probe.CODES for values in (few, many)}
+    took = dict.fromkeys(coders, math.inf)
+    for _ in range(rounds):
+        for key, coder in coders.items():
+            for turn in range(repeats):
+                coder.refresh()
+                begun = time.thread_time()
+                coder()
+                took[key] = min(took[key], time.thread_time() - begun if turn else math.inf)
+    print(f"4 workers, {few:,} and {many:,} values, one thread, the shortest of {rounds * (repeats - 1)}")
+    print("| | per exchange, us | per value, ns |\n|---|---:|---:|")
+    for code in probe.CODES:
+        each = (took[code, many] - took[code, few]) / (many - few)
+        print(f"| `{code}` | {1e6 * max(0.0, took[code, few] - each * few):.0f} | {1e9 * each:.2g} |")
+
+
 EXCHANGES = ["bulk", "bulk + qsgd(4)", "bulk + ternary", "bulk + sign", "bulk + topk(0.01)", "bulk + topk(0.01) | qsgd(4)"]
 EXCHANGES += ["bulk + topk(64/4096)", "bulk + threshold(keep=0.01)", "bulk + dgc(0.01)", "local(1) + qsgd(4)"]
 
@@ -263,11 +289,14 @@ def main() -> None:
     parser.add_argument("--bins", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--exchange", action="store_true")
+    parser.add_argument("--defaults", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for --speed, --exchange")
     parser.add_argument("--values", type=int, help="of a row, for --speed (4,194,304) and --exchange (those of the small CNN)")
     parser.add_argument("--rows", type=int, help="for --speed (1) and --exchange (16)")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.defaults:
+        return defaults()
     if options.speed:
         return speed(options.device, options.values or SIZE, options.rows or 1)
     if options.exchange:

@@ -5,8 +5,9 @@
         --lr 0.001 --text /tmp/corpus --out law-10m.json                       # a GPU (prepare /tmp/corpus with language.py)
 
 The mini-batch of all workers together is fixed, as in arXiv:2503.09799, so that more workers have fewer samples each. Trainings of
-several lengths, numbers of workers and periods are fitted by `hocket.prediction.law`; held out are trainings twice as long, with
-twice as many workers, and both. The published law says loss · M^β with β = 1.0923 · parameters^−0.2342 for `diloco(30)`; ours is
+all lengths and numbers of workers at the first period and density, and two each at the other periods and densities, are fitted by
+`hocket.prediction.law`. Held out are trainings twice as long, with twice as many workers, and both; and others with a period, a
+density and both between those that are fitted. The published law says loss · M^β with β = 1.0923 · parameters^−0.2342 for `diloco(30)`; ours is
 the exponent of the workers that the same trainings give, with the floor left out, as there.
 """
 
@@ -49,27 +50,30 @@ def corpus(path: str | None, context: int) -> DataSet:
     return DataSet("stdlib", (rows[:, :-1], rows[:, 1:]), (held[:, :-1], held[:, 1:]), 128, lambda x: x)
 
 
-def train(data: DataSet, options: argparse.Namespace, count: int, workers: int, period: int) -> Training:
+def train(data: DataSet, options: argparse.Namespace, count: int, workers: int, period: int, density: float) -> Training:
     """One whole training; the loss at its end."""
     model = (lambda: gpt(128, context=64, **SMALL)) if options.model == "small" else (lambda: build(options.model, data))
     adamw = lambda params: torch.optim.AdamW(params, options.lr, weight_decay=0.1)  # noqa: E731
+    code = "" if density == 1 else f" + topk({density:g})"
     begun = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         run = hocket.simulate(
-            model, cross_entropy, data.train, data.test, strategy=f"diloco({period}, {options.outer})", workers=workers,
+            model, cross_entropy, data.train, data.test, strategy=f"diloco({period}, {options.outer}){code}", workers=workers,
             batch_size=options.global_batch // workers, optimizer=adamw,
             epochs=-(-count * options.global_batch // len(data.train[0])), max_steps=count, lr_schedule="cosine", seed=0,
             device=options.device,
         )  # fmt: skip
     loss = run.metrics[-1]["test_loss"]
-    print(f"{count} steps, {workers} workers, period {period}: {loss:.4f} ({time.perf_counter() - begun:.0f} s)", flush=True)
-    return Training(count, loss, workers, period)
+    took = f"{time.perf_counter() - begun:.0f} s"
+    print(f"{count} steps, {workers} workers, period {period}, density {density:g}: {loss:.4f} ({took})", flush=True)
+    return Training(count, loss, workers, period, density)
 
 
 def beta(trainings: Sequence[Training], period: int) -> tuple[float, float]:
-    """The exponent of the workers at one period, without a floor, and its standard error: log L = c + a·log t + β·log M."""
-    own = [t for t in trainings if t.period == period]
+    """The exponent of the workers at one period, whole values sent, without a floor, and its standard error:
+    log L = c + a·log t + β·log M."""
+    own = [t for t in trainings if t.period == period and t.density == 1]
     rows = torch.tensor([[1.0, math.log(t.steps), math.log(t.workers)] for t in own], dtype=torch.float64)
     losses = torch.tensor([math.log(t.loss) for t in own], dtype=torch.float64).unsqueeze(1)
     solved = torch.linalg.lstsq(rows, losses).solution
@@ -88,14 +92,33 @@ def published(parameters: int) -> float:
 
 def table(law: Law, held: Sequence[Training]) -> str:
     """What was held out, the law's loss and its interval, and the error."""
-    lines = ["| steps | workers | period | loss | law | error | within |", "|---:|---:|---:|---:|---:|---:|---|"]
+    lines = ["| steps | workers | period | density | loss | law | error | within |", "|---:|---:|---:|---:|---:|---:|---:|---|"]
     for t in held:
-        found = law.loss(t.steps, t.workers, t.period)
+        found = law.loss(t.steps, t.workers, t.period, t.density)
         inside = "yes" if found.low <= t.loss <= found.high else "no"
         lines.append(
-            f"| {t.steps} | {t.workers} | {t.period} | {t.loss:.3f} | {found} | {found.loss / t.loss - 1:+.1%} | {inside} |"
+            f"| {t.steps:,} | {t.workers} | {t.period} | {t.density:g} | {t.loss:.3f} | {found} | {found.loss / t.loss - 1:+.1%} | {inside} |"
         )
     return "\n".join(lines)
+
+
+def cases(options: argparse.Namespace) -> dict[str, list[tuple[int, int, int, float]]]:
+    """What is trained: steps, workers, period, density."""
+    lengths, counts, (period, *periods), (density, *densities) = options.steps, options.workers, options.periods, options.densities
+    few = [(lengths[len(lengths) // 2], counts[-1]), (lengths[-1], counts[len(counts) // 2])]
+    longer, more, between = options.held_steps, options.held_workers, (options.held_period, options.held_density)
+    return {
+        "fitted": [
+            *((t, n, period, density) for n in counts for t in lengths),
+            *((t, n, p, density) for p in periods for t, n in few),
+            *((t, n, period, d) for d in densities for t, n in few),
+        ],
+        "held_out": [
+            *((t, n, period, density) for t, n in ((longer, counts[-1]), (lengths[-1], more), (longer, more))),
+            *((lengths[-1], counts[-1], p, d) for p, d in ((between[0], density), (period, between[1]), between)),
+            (lengths[-1], more, *between),
+        ],
+    }
 
 
 def main() -> None:
@@ -106,9 +129,12 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=16, help="samples of all workers together (default 16)")
     parser.add_argument("--steps", type=int, nargs="+", default=[240, 480, 960], help="lengths to fit (default 240 480 960)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="numbers of workers to fit (default 1 2 4)")
-    parser.add_argument("--periods", type=int, nargs="+", default=[30], help="periods to fit (default 30)")
+    parser.add_argument("--periods", type=int, nargs="+", default=[30, 10, 120], help="periods to fit (default 30 10 120)")
+    parser.add_argument("--densities", type=float, nargs="+", default=[1, 0.1, 0.01], help="densities to fit (default 1 0.1 0.01)")
     parser.add_argument("--held-steps", type=int, default=1920, help="a length to hold out (default 1920)")
     parser.add_argument("--held-workers", type=int, default=8, help="a number of workers to hold out (default 8)")
+    parser.add_argument("--held-period", type=int, default=60, help="a period to hold out (default 60)")
+    parser.add_argument("--held-density", type=float, default=0.03, help="a density to hold out (default 0.03)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--outer", default="0.7, 0.6", help="rate and momentum of the outer optimiser (default 0.7, 0.6)")
     parser.add_argument("--device", default="cpu")
@@ -117,19 +143,12 @@ def main() -> None:
     torch.set_num_threads(1)
     data = corpus(options.text, 64)
     saved = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {}
-    known = {(t["steps"], t["workers"], t["period"]): Training(**t) for t in saved.get("fitted", []) + saved.get("held_out", [])}
-    run: dict[str, Any] = {"benchmark": "law", "model": options.model, "machine": steps.machine(), "fitted": [], "held_out": []}
-    wanted = {
-        "fitted": [(t, n, p) for p in options.periods for n in options.workers for t in options.steps],
-        "held_out": [
-            (t, n, options.periods[-1])
-            for t, n in (
-                (options.held_steps, options.workers[-1]),
-                (options.steps[-1], options.held_workers),
-                (options.held_steps, options.held_workers),
-            )
-        ],
+    known = {
+        (t["steps"], t["workers"], t["period"], t["density"]): Training(**t)
+        for t in saved.get("fitted", []) + saved.get("held_out", [])
     }
+    run: dict[str, Any] = {"benchmark": "law", "model": options.model, "machine": steps.machine(), "fitted": [], "held_out": []}
+    wanted = cases(options)
     found: dict[str, list[Training]] = {}
     for kind, cases in wanted.items():
         found[kind] = []
@@ -141,9 +160,9 @@ def main() -> None:
     law = fit(found["fitted"])
     built = gpt(128, context=64, **SMALL) if options.model == "small" else build(options.model, data)
     parameters = sum(p.numel() for p in built.parameters())
-    own, error = beta(found["fitted"], options.periods[-1])
+    own, error = beta(found["fitted"], options.periods[0])
     print(f"\n{law}\n{table(law, found['held_out'])}")
-    print(f"workers' exponent at period {options.periods[-1]}, {parameters:,} parameters: {own:.4f} ± {2 * error:.4f};", end=" ")
+    print(f"workers' exponent at period {options.periods[0]}, {parameters:,} parameters: {own:.4f} ± {2 * error:.4f};", end=" ")
     print(f"published for period 30: {published(parameters):.4f}")
     if options.out is not None:
         run |= {

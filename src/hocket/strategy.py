@@ -67,6 +67,12 @@ class Strategy:
         return "peers" if self.topology.peer_to_peer else "server"
 
     @property
+    def can_be_elastic(self) -> bool:
+        """Whether its workers may come and go during a run."""
+        collective = self.runtime == "collective" and not self.topology.sums_on_servers
+        return collective and self.exchanged != "momentum" and not self.sync.predicts
+
+    @property
     def exchanged(self) -> str:
         """What workers exchange, of :data:`EXCHANGES`."""
         return self._default_exchange if self.exchange is None else self.exchange

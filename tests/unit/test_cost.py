@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import hocket
 from hocket import ClusterSpec, HocketError, Strategy
 from hocket.cluster import Subgroups, VirtualCluster
 from hocket.cluster.clock import Clock
@@ -185,6 +187,28 @@ def test_checkpoints_and_failures_make_runs_longer() -> None:
     assert spot.pauses(10_000) == float("inf")
 
 
+def test_a_failure_of_an_elastic_run_costs_a_pause_and_a_step() -> None:
+    spot = ClusterSpec(failure_every_s=1e5, restart_s=90, checkpoint_every_s=2000, checkpoint_s=20, elastic_pause_s=3.0)
+    assert spot.pauses(100, elastic_step_s=2.0) == pytest.approx(1.01 / (1 - (100 * 5 + 90) / 1e5))
+    assert spot.pauses(100, elastic_step_s=2.0, replica=4) == pytest.approx(1.01 / (1 - (100 * 5 + 4 * 90) / 1e5))
+    assert spot.pauses(100) == replace(spot, elastic_pause_s=None).pauses(100, elastic_step_s=2.0)  # it cannot be elastic
+    free = replace(spot, elastic_pause_s=0.0, restart_s=0.0)
+    assert free.pauses(10**6, elastic_step_s=0.0) == pytest.approx(1.01), "without any loss only checkpoints remain"
+    assert replace(spot, failure_every_s=math.inf).pauses(10**6, elastic_step_s=2.0) == pytest.approx(1.01)
+    assert free.describe()["elastic_pause_s"] == 0.0
+    assert spot.pauses(20_000, elastic_step_s=2.0) == math.inf
+
+
+def test_only_strategies_that_can_be_elastic_are_predicted_so() -> None:
+    spec = ClusterSpec(step_s=0.1, failure_every_s=86400.0, restart_s=300.0, elastic_pause_s=1.0)
+    for strategy, elastic in (("bulk", True), ("local(4) + gossip", True), ("bulk + server(2)", False), ("acco", False)):
+        found, plain = (
+            hocket.predict(None, cluster, [strategy], 64, parameters=1e6).rows[0].samples_per_s
+            for cluster in (spec, replace(spec, elastic_pause_s=None))
+        )
+        assert (found > 1.2 * plain) == elastic, strategy
+
+
 def test_a_cluster_refuses_more_workers_than_it_holds() -> None:
     with pytest.raises(HocketError, match="study-slow holds 210 workers, not 211; use at most 210"):
         VirtualCluster(211, spec=ClusterSpec.parse("study-slow"))
@@ -220,7 +244,7 @@ def test_a_written_file_keeps_every_field(tmp_path: Path) -> None:
         2592000, 300, 2.5, "EUR", contention=0.5, link_contention=0.1, pairs_contention=0.05, servers_on_workers=True, fixed_s=1e-3,
         storage_bandwidth=1e9, storage_latency_s=1e-3, cache_bytes=1e10,
         alone_s=0.01, ready=((0.1, 0.5), (1.0, 0.9)), server_message_s=1e-4,
-        server_byte_s=2.5e-10, sources={"link": "measured", "link.latency": "assumed"},
+        server_byte_s=2.5e-10, elastic_pause_s=1.5, sources={"link": "measured", "link.latency": "assumed"},
     )  # fmt: skip
     (tmp_path / "full.toml").write_text(text_of(spec, {"link": "measured", "link.bandwidth": "of the slowest pair"}))
     again, usual = ClusterSpec.parse(tmp_path / "full.toml"), vars(ClusterSpec())
@@ -241,6 +265,8 @@ def test_a_written_file_keeps_every_field(tmp_path: Path) -> None:
         ("[link]\nbandwidth = 0\n", r"line 2: \[link\] bandwidth = 0: it must be above 0"),
         ("[host]\nbandwidth = '1Gbit'\n", r"line 1: \[host\] needs 'size', how many workers share a host"),
         ("[trunk]\noversubscription = 2\n", r"\[trunk\] needs 'hosts'"),
+        ("[failures]\nevery = '1d'\nelastic = true\n", r"line 3: \[failures\] elastic = True: expected how long all workers pause"),
+        ("[failures]\nevery = '1d'\nelastic = -1\n", r"elastic_pause_s = -1 must be at least 0"),
         ("[failures]\nrestart = '1min'\n", r"\[failures\] needs 'every'"),
         ("[link]\nduplex = 'both'\n", "line 2: .*expected full, half, or a number"),
         ("[link]\nduplex = 3\n", "half_duplex = 3 is a share"),

@@ -152,11 +152,17 @@ class Clock:
     def neighbor_exchange(self, sizes: Tensor, sources: Tensor, announced: bool) -> None:
         """Messages of ``sizes`` ``[workers]`` (or ``[slots, workers]``) bytes from ``sources[slot, worker]`` (−1: none) to each
         worker."""
-        if not sources.shape[0]:
-            return
+        if sources.shape[0]:
+            self.pairs(*self.priced_pairs(sizes, sources, announced))
+
+    def priced_pairs(self, sizes: Tensor, sources: Tensor, announced: bool) -> tuple[Tensor, Tensor]:
+        """Whom each worker hears and the seconds of it, which the same messages at another time have, too."""
         heard = torch.where(sources < 0, self.network.own, sources)
         traffic = self.network.from_sources(sizes.to(torch.float64), heard)
-        cost = self.network.exchange(traffic, float(sizes.max()) > PIECE_BYTES, announced)
+        return heard, self.network.exchange(traffic, float(sizes.max()) > PIECE_BYTES, announced)
+
+    def pairs(self, heard: Tensor, cost: Tensor) -> None:
+        """Messages from ``heard[slot, worker]`` to each worker, which take it ``cost`` ``[workers]`` seconds."""
         starts, self._late = meet(torch.stack([self.net, self._late]), heard)
         self.net = starts + cost * self._disturbed()
         pairs = self.spec.pairs_contention

@@ -59,6 +59,7 @@
     [failures]
     every = "30d"                 # of one worker, on average
     restart = "5min"
+    elastic = "1s"                # runs are elastic: a failure costs all workers this pause and a step, not a restart
 
     [storage]                     # where training data lie, for `hocket predict --sample-bytes`
     bandwidth = "10Gbit"          # of all workers together
@@ -96,12 +97,13 @@ BACKWARD = 2 / 3
 """The share of a step's time that the backward pass takes, where nothing else is known."""
 REFERENCE_FLOPS = 50e9
 """The speed of the worker on which :data:`CODING` was measured: one CPU core."""
-CODING: dict[str, float] = {
-    "cast": 5.6e-9, "qsgd": 32e-9, "bins": 45e-9, "ternary": 14e-9, "sign": 6.1e-9, "natural": 20e-9, "threshold": 20e-9,
-    "topk": 13e-9, "randomk": 2.7e-9, "lowrank": 4.6e-9, "dgc": 15e-9, "demo": 23e-9,
+CODING: dict[str, tuple[float, float]] = {
+    "cast": (92e-6, 0.47e-9), "qsgd": (111e-6, 0.57e-9), "bins": (134e-6, 1.8e-9), "ternary": (122e-6, 1.0e-9),
+    "sign": (139e-6, 1.6e-9), "natural": (111e-6, 0.52e-9), "threshold": (356e-6, 4.2e-9), "topk": (195e-6, 4.3e-9),
+    "randomk": (173e-6, 1.1e-9), "lowrank": (277e-6, 6.2e-9), "dgc": (213e-6, 5.9e-9), "demo": (748e-6, 15e-9),
 }  # fmt: skip
-"""Seconds per value of one coded exchange of a million values between four workers, on one CPU core, error feedback included, as
-:func:`hocket.prediction.probe.probe` measures it. A worker of other ``flops`` needs as many times less."""
+"""Seconds per exchange and per value of one coded exchange between four workers, on one CPU core with compiled codes, error
+feedback included (``python benchmarks/codes.py --defaults``). A worker of other ``flops`` needs as many times less per value."""
 
 
 UNCODED = frozenset({"gossip", "weights", "gradients", "server"})
@@ -171,6 +173,9 @@ class ClusterSpec:
     """What a shard needs for each message of a worker, update included, beside its bytes. Without it an update as a worker's."""
     server_byte_s: float = 0.0
     """The same for each byte of tensors that it receives or sends."""
+    elastic_pause_s: float | None = None
+    """How long all workers of an elastic run stand still for one failure: a new group without the lost worker, another with its
+    successor. None: runs are not elastic."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     """Where figures are from, by ``table`` or ``table.key`` of the file."""
 
@@ -238,16 +243,16 @@ class ClusterSpec:
         ``methods`` go from the exact to the general, such as ``["topk(0.01)", "topk"]``.
 
         >>> spec = ClusterSpec(coding={"topk": (1e-3, 2e-9)})
-        >>> spec.coding_s(["topk(0.01)", "topk"], 1e6), ClusterSpec(flops=5e12).coding_s(["cast"], 1e6) == CODING["cast"] * 1e4
-        (0.003, True)
+        >>> spec.coding_s(["topk(0.01)", "topk"], 1e6), round(ClusterSpec(flops=5e12).coding_s(["cast"], 1e8), 6)
+        (0.003, 0.000562)
         """
         others = () if set(methods) & UNCODED else ("other",)
         for method in (*methods, *others):
             if method in self.coding:
                 fixed, each = self.coding[method]
                 return fixed + each * values
-        known = next((CODING[method] for method in methods if method in CODING), 0.0)
-        return known * values * REFERENCE_FLOPS / self.flops
+        fixed, each = next((CODING[method] for method in methods if method in CODING), (0.0, 0.0))
+        return fixed + each * values * REFERENCE_FLOPS / self.flops
 
     def factors(self, workers: int) -> Tensor:
         """How many times as long each worker takes as the fastest kind: float64 ``[workers]``.
@@ -287,21 +292,27 @@ class ClusterSpec:
         if self.workers is not None and workers > self.workers:
             raise HocketError(f"The cluster {self.name} holds {self.workers} workers, not {workers}; use at most {self.workers}.")
 
-    def pauses(self, workers: int, together: bool = True) -> float:
-        """How many times as long a run takes with its checkpoints and failures: ``(1 + C/I) / (1 − L·n/F)``.
+    def pauses(self, workers: int, together: bool = True, elastic_step_s: float | None = None, replica: int = 1) -> float:
+        """How many times as long a run takes with its checkpoints and failures: ``(1 + C/I) / (1 − L/F)``.
 
-        ``C`` is what a checkpoint takes and ``I`` the time between two, ``F`` the time between two failures of one worker. A
-        failure loses ``L = R + I/2``: the restart, and what was done since the last checkpoint (Young 1974). Where workers step
-        ``together``, each of the ``n`` workers' failures stops all; otherwise it stops one (``n = 1``), and nothing is done again.
+        ``C`` is what a checkpoint takes and ``I`` the time between two, ``F`` the time between two failures of one worker. What is
+        lost, ``L``, is ``n·(R + I/2)``: each of ``n`` failures stops all workers for the restart and for what was done since the
+        last checkpoint (Young 1974). Where workers do not step ``together`` it is ``R``: a failure stops one, and nothing is done
+        again. In an elastic run, a step of which takes ``elastic_step_s``, it is ``n·(P + s) + R``: the pause and the step in
+        progress of all, and the restart of one (times the processes of a ``replica``, which are lost together).
 
         >>> ClusterSpec(failure_every_s=1e6, restart_s=100, checkpoint_every_s=1800).pauses(100)
         1.1111111111111112
+        >>> round(ClusterSpec(failure_every_s=1e5, restart_s=100, elastic_pause_s=8.0).pauses(99, elastic_step_s=2.0), 4)
+        1.011
         """
         standing = self.checkpoint_s / self.checkpoint_every_s
         lost = self.restart_s
-        if together and self.checkpoint_every_s < math.inf:
-            lost += self.checkpoint_every_s / 2
-        share = lost * (workers if together else 1) / self.failure_every_s
+        if together and self.elastic_pause_s is not None and elastic_step_s is not None:
+            lost = workers * (self.elastic_pause_s + elastic_step_s) + replica * self.restart_s
+        elif together:
+            lost = workers * (lost + (self.checkpoint_every_s / 2 if self.checkpoint_every_s < math.inf else 0.0))
+        share = lost / self.failure_every_s
         return math.inf if share >= 1 else (1 + standing) / (1 - share)
 
     def cost(self, workers: int, seconds: float) -> float:
@@ -335,7 +346,7 @@ class ClusterSpec:
     def describe(self) -> dict[str, Any]:
         """Plain data for run.json; of what not every description has, only what this one has."""
         usual = {f.name: f.default for f in fields(self)}
-        kept = {k: v for k, v in vars(self).items() if k in _ALWAYS or (v and v != usual[k] and k != "sources")}
+        kept = {k: v for k, v in vars(self).items() if k in _ALWAYS or (v not in (None, {}) and v != usual[k] and k != "sources")}
         return {k: _plain(v) for k, v in kept.items()}
 
 
@@ -343,8 +354,8 @@ _EVERY = ("alone_s", "checkpoint_every_s", "failure_every_s", "links", "host_siz
 _NOT_NEGATIVE = (
     "jitter", "stragglers", "latency_s", "host_latency_s", "update_s", "load_s", "exchange_s", "message_s", "half_duplex",
     "pairs_half_duplex", "pieces_half_duplex", "link_jitter", "contention", "link_contention", "pairs_contention", "fixed_s",
-    "trunk_latency_s", "checkpoint_s", "restart_s", "price", "storage_latency_s", "cache_bytes", "server_message_s",
-    "server_byte_s",
+    "trunk_latency_s", "checkpoint_s", "restart_s", "elastic_pause_s", "price", "storage_latency_s", "cache_bytes",
+    "server_message_s", "server_byte_s",
 )  # fmt: skip
 _SHARES = ("stragglers", "link_contention", "pairs_contention", "half_duplex", "pairs_half_duplex", "pieces_half_duplex")
 _ALWAYS = (

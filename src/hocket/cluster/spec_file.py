@@ -183,6 +183,12 @@ def seconds(value: Any, where: str = "time") -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def _pause(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise HocketError(f"{where}: expected how long all workers pause for a failure, such as '1s'; leave it out of other runs.")
+    return seconds(value, where)
+
+
 def _coding(value: Any, where: str) -> tuple[float, float]:
     parts = value if isinstance(value, list) else ["0s", value]
     if len(parts) != 2:
@@ -282,8 +288,8 @@ class Field(NamedTuple):
     write: Callable[[Any], str]
 
 
-def _times(field: str) -> Field:
-    return Field(field, seconds, _quoted(_time))
+def _times(field: str, read: Callable[[Any, str], Any] = seconds) -> Field:
+    return Field(field, read, _quoted(_time))
 
 
 def _rates(field: str) -> Field:
@@ -344,7 +350,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "cache": Field("cache_bytes", amount, _quoted(_size)),
     },
     "checkpoints": {"every": _times("checkpoint_every_s"), "takes": _times("checkpoint_s")},
-    "failures": {"every": _times("failure_every_s"), "restart": _times("restart_s")},
+    "failures": {"every": _times("failure_every_s"), "restart": _times("restart_s"), "elastic": _times("elastic_pause_s", _pause)},
     "price": {"hour": _numbers("price"), "currency": Field("currency", _word, lambda value: f'"{value}"')},
     "sources": {},
 }

@@ -18,6 +18,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
@@ -37,7 +38,7 @@ class Round:
 
     indices: list[Tensor]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Samples of each worker."""
         return tuple(len(part) for part in self.indices)
@@ -47,7 +48,7 @@ class Round:
         """Whether all workers have equally many."""
         return len(set(self.sizes)) == 1
 
-    @property
+    @cached_property
     def weights(self) -> list[float]:
         """``b_i · N / Σ b``: the weight of each worker's mean gradient, whose plain mean is then the mean over all samples."""
         sizes = self.sizes

@@ -54,9 +54,7 @@ def _pays(rows: Sequence[Prediction]) -> str:
 def _stands_still(rows: Sequence[Prediction]) -> str:
     """From how many workers on failures leave no time to train."""
     first = next((row.workers for row in rows if row.samples_per_s == 0), None)
-    return (
-        "" if first is None else f"; with {first} workers failures come so often that a run that starts again at each gets nowhere"
-    )
+    return "" if first is None else f"; with {first} workers failures come so often that a run that stops at each gets nowhere"
 
 
 def _because(row: Prediction, spec: ClusterSpec, again: Callable[[Prediction, ClusterSpec], Prediction]) -> str:

@@ -210,7 +210,8 @@ def _whole(
     moments = optimizer_bytes(template) / split / (replicas if sharding else 1)
     held = 2 * weights / (replicas if sharding == "fsdp" else 1)
     memory = held + moments + state + size.kept_bytes / split
-    lasts = found.step_s * spec.pauses(found.workers, not strategy.sync.asynchronous)
+    elastic_step_s = found.step_s if sharding is None and strategy.can_be_elastic else None
+    lasts = found.step_s * spec.pauses(found.workers, not strategy.sync.asynchronous, elastic_step_s, split)
     cost = spec.cost(found.workers, lasts) / replicas * 1000 if spec.price else None
     return replace(
         found,

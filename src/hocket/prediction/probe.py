@@ -93,7 +93,7 @@ def probe(
         values = sum(p.numel() for p in model.parameters())
         found |= _links(cluster, limit_s / 4, values)
         dearest = max(zip(codes, costs, strict=True), key=lambda pair: pair[1][0] + pair[1][1] * min(values, MOST_VALUES))[0]
-        found |= steps.contention(found["bandwidth"], _Coder(dearest, model, cluster.size, min(values, MOST_VALUES)))
+        found |= steps.contention(found["bandwidth"], Coder(dearest, model, cluster.size, min(values, MOST_VALUES)))
         found["alone_s"] = steps.alone(found["step_s"], limit_s / 24)
         if servers:
             few, all_ = (_cut(model, n) for n in (max(1, values // 8), min(values, MOST_VALUES)))
@@ -125,7 +125,7 @@ def _about(model: nn.Module, batch: tuple[Tensor, Tensor], cluster: Cluster) -> 
 def _code(code: str, model: nn.Module, workers: int, limit_s: float) -> tuple[float, float]:
     """``a`` and ``b`` of ``a + b·values``; ``code`` may name a topology too: ``gossip + topk(0.01)``."""
     whole = min(sum(p.numel() for p in model.parameters()), MOST_VALUES)
-    times = [(n, _mean_time(_Coder(code, model, workers, n), limit_s / 2, model)) for n in (max(1, whole // 8), whole)]
+    times = [(n, _mean_time(Coder(code, model, workers, n), limit_s / 2, model)) for n in (max(1, whole // 8), whole)]
     (small, short), (large, long) = times
     each = max(0.0, (long - short) / max(1, large - small))
     return max(0.0, long - each * large), each
@@ -144,7 +144,7 @@ def _cut(model: nn.Module, values: int) -> nn.Module:
     return cut
 
 
-class _Coder:
+class Coder:
     """One worker's part of an exchange of so many values of ``model``, each time it is called."""
 
     def __init__(self, code: str, model: nn.Module, workers: int, values: int) -> None:
@@ -172,7 +172,7 @@ class _Coder:
         self._program.after_update(self._weights)
 
 
-def _mean_time(coder: _Coder, limit_s: float, model: nn.Module) -> float:
+def _mean_time(coder: Coder, limit_s: float, model: nn.Module) -> float:
     """The mean of several times, the slowest left out."""
     like = next(model.parameters())
     times: list[float] = []
