@@ -9,8 +9,9 @@
 that mixes packages, until it has 66 MB; any folder of text will do in its place. A run is a strategy, an optimiser and its options:
 ``warmup`` counts steps, ``beta2`` is AdamW's, ``freeze`` 1-bit Adam's (``onebit``), ``matrices=1`` takes queries, keys and values
 for one matrix of Muon's; ``sgd`` has no momentum. Rates fall by a cosine to 0, gradients are clipped to the norm 1, products are
-bfloat16 on CUDA. ``--out`` adds each result to a file of JSON lines; runs that it has already are not repeated, so that several
-processes may share the work (``--part 1/3``). ``chart`` draws loss against bytes from such a file:
+bfloat16 on CUDA. ``--out`` adds each result to a file of JSON lines; runs that it has already are not repeated, so that an
+interrupted command may be given again, and several processes may share the work (``--part 1/3``). ``chart`` draws loss against
+bytes from such a file:
 
     python benchmarks/language.py chart docs/results/language.png --out docs/results/language.jsonl
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
+import math
 import shutil
 import statistics
 import sysconfig
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_lines import add_line, read_lines
 
 import hocket
 from hocket.data import DataSet, load
@@ -38,6 +40,8 @@ from hocket.models import build, cross_entropy
 from hocket.train.run import bulk_bytes_of
 
 CORPUS_BYTES = 66_000_000
+USUAL = {"steps": 1000, "workers": 8, "batch": 16}
+"""What a run that does not name them has."""
 
 
 def prepare(folder: Path, size: int) -> None:
@@ -68,6 +72,13 @@ def parsed(text: str) -> dict[str, Any]:
     strategy, optimizer, *rest = [part.strip() for part in text.split(";")]
     options = {name.strip(): float(value) for name, value in (part.split("=") for part in rest)}
     return {"strategy": strategy, "optimizer": optimizer, **options}
+
+
+def with_options(text: str, options: argparse.Namespace) -> str:
+    """A run that names what differs from what is usual, so that its results tell it from others."""
+    given = {"steps": options.steps, "workers": options.workers, "batch": options.batch_size}
+    named = parsed(text)
+    return text + "".join(f"; {name}={n}" for name, n in given.items() if n != USUAL[name] and name not in named)
 
 
 def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -113,7 +124,8 @@ def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed:
             device=options.device,
         )
     seconds, plain = time.perf_counter() - started, bulk_bytes_of(found.replicas.layout, workers, steps)
-    return {"test_loss": found.test_loss, "fewer": plain / found.ledger.bytes_sent, "seconds": round(seconds, 1)}
+    fewer = plain / found.ledger.bytes_sent if found.ledger.bytes_sent else math.inf
+    return {"test_loss": found.test_loss, "fewer": fewer, "seconds": round(seconds, 1)}
 
 
 def main() -> None:
@@ -124,9 +136,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="a file of runs, one per line")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--model", default="gpt:10m")
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=USUAL["workers"])
+    parser.add_argument("--batch-size", type=int, default=USUAL["batch"])
+    parser.add_argument("--steps", type=int, default=USUAL["steps"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bytes", type=int, default=CORPUS_BYTES, help="of prepare: so much text, at least")
     parser.add_argument("--out", type=Path)
@@ -139,6 +151,7 @@ def main() -> None:
         chart(_lines(options.out), options.folder)
         return
     wanted = options.run + ([line for line in options.runs.read_text().splitlines() if line.strip()] if options.runs else [])
+    wanted = [with_options(text, options) for text in wanted]
     part, parts = map(int, options.part.split("/"))
     jobs = [(text, seed) for seed in options.seeds for text in wanted]
     done = _done(_lines(options.out), options.model)
@@ -153,15 +166,12 @@ def main() -> None:
                 f"{figures['test_loss']:.4f}  {figures['fewer']:7.1f}x  {figures['seconds']:6.1f} s  seed {seed}  {text}",
                 flush=True,
             )
-            if options.out:
-                with options.out.open("a") as file:
-                    file.write(json.dumps({"run": text, "seed": seed, "model": options.model, **figures}) + "\n")
+            add_line(options.out, {"run": text, "seed": seed, "model": options.model, **figures})
     table(wanted, options.seeds, done)
 
 
 def _lines(path: Path | None) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines() if path and path.exists() else []
-    return [{"model": "gpt:10m", **json.loads(line)} for line in lines]
+    return [{"model": "gpt:10m", **line} for line in read_lines(path)]
 
 
 def _done(lines: list[dict[str, Any]], model: str) -> dict[tuple[str, int], list[dict[str, Any]]]:

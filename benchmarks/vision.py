@@ -11,12 +11,13 @@ processes may share the work (``--part 1/3``).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+from json_lines import add_line, read_lines
 
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, load
@@ -88,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     wanted = options.run + ([line for line in options.runs.read_text().splitlines() if line.strip()] if options.runs else [])
     part, parts = map(int, options.part.split("/"))
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out and options.out.exists() else []
+    lines = [line for line in read_lines(options.out) if line["model"] == options.model]
     done = {(line["run"], line["seed"]) for line in lines}
     data = load("cifar10", options.data_dir)
     for text, seed in [(text, seed) for seed in options.seeds for text in wanted][part - 1 :: parts]:
@@ -97,9 +98,7 @@ def main() -> None:
         line = {"run": text, "seed": seed, "model": options.model, **train(text, seed, options, data)}
         lines.append(line)
         print(f"{100 * line['accuracy']:.2f}  1/{line['fewer']:.0f}  {line['seconds']} s  seed {seed}  {text}", flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        add_line(options.out, line)
     table([line for line in lines if line["run"] in wanted])
 
 

@@ -62,7 +62,7 @@ _ROWS = {
 WRITTEN = {name: strategy for strategy, row in _ROWS.items() for name in row.split()}
 _SHARDING = "shards what a worker holds and is no part of a strategy: use sharding='zero1' or 'fsdp' (--zero 1, --fsdp)"
 _MESH = "splits a model and is no part of a strategy: use mesh=, such as hocket.Mesh(pipeline=2) (--mesh pipeline=2)"
-_ONEBIT = "is an optimiser: use hocket.OneBitAdam(…, freeze_step=…) with 'bulk + sign + exchange=momentum'"
+_ONEBIT = "is an optimiser: use hocket.OneBitAdam(…, freeze_step=…), or --optimizer onebit, with 'bulk + sign + exchange=momentum'"
 _ZEROONE = "is an optimiser: use hocket.OneBitAdam(…, freeze_step=…, refresh=16) with 'local(4) + sign + exchange=momentum'"
 ELSEWHERE = {
     **dict.fromkeys(("1bitadam", "onebitadam", "1bitlamb", "onebitlamb"), _ONEBIT),

@@ -121,6 +121,7 @@ CASES = [
     Case("diloco(3) + gossip", "adam"),
     Case("diloco(4) + cast(bf16)"),
     Case("diloco(6, fragments=3, overlap=2)", "adam"),
+    Case("diloco(4, fragments=2, overlap=2, mix=0.5) + cast(e3m0)"),
     Case("diloco(4, overlap=3, keep=eager) + sign(block=16)", "adam"),
     Case("diloco(3, guard=3) + qsgd(4)"),
     Case("diloco(4, fragments=2, overlap=1, outer=heavyball) + gossip(random)"),

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import hocket
+from hocket.data import load
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.adaptive import with_exchange
+from hocket.train.run import make_training
+from hocket.train.settings import RunSettings
 from hocket.train.stacked import StackedOptimizer
 from virtual.world import World, gradients, seeded
 
@@ -357,3 +360,40 @@ def test_momentum_is_for_bulk_and_local_steps(text: str) -> None:
 def test_refresh_is_a_whole_number() -> None:
     with pytest.raises(HocketError, match=r"refresh=1\.5"):
         hocket.OneBitAdam([torch.ones(2)], freeze_step=1, refresh=1.5)
+
+
+# --- as a setting ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:sign under OneBitAdam")
+@pytest.mark.parametrize(
+    "given, whole", [({}, 3), ({"freeze_step": 5}, 5), ({"refresh": 2, "strategy": "local(4) + sign + momentum"}, 10)]
+)
+def test_as_a_setting_its_warm_up_is_a_share_of_the_steps(given: dict[str, Any], whole: int) -> None:
+    """Whole gradients in 15 % of 20 steps, then signs; 0/1 Adam sends more of them later."""
+    usual = {"strategy": "bulk + sign", "workers": 2, "virtual": True, "lr": 1e-9, "optimizer": "onebit", "max_steps": 20}
+    settings, sent = RunSettings.of(**{**usual, "batch_size": 10, **given}), [0]
+    cluster = settings.virtual_cluster("cpu")
+    for _ in make_training(settings, cluster, load("digits")).run(lambda _: sent.append(int(cluster.ledger.bytes_sent.sum()))):
+        pass
+    steps = [after - before for before, after in pairwise(sent)]
+    assert sum(n == steps[0] for n in steps) == whole
+    assert max(n for n in steps if n != steps[0]) < steps[0] / 10
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"strategy": "diloco(4)"}, r"under diloco\(4\) \+ allreduce it is not; use bulk"),
+        ({"strategy": "local(4) + sign"}, r"use bulk, such as bulk \+ sign, or local\(4\) \+ sign \+ exchange=momentum"),
+        ({"strategy": "bulk + gossip"}, "must be the same on all workers"),
+        ({"strategy": "async + server"}, "must be the same on all workers"),
+        ({"strategy": "bulk + sign + updates"}, "must be the same on all workers"),
+        ({"zero": 1}, "leave zero=1 out"),
+        ({"freeze_step": 0}, "at least 1"),
+        ({"refresh": 2, "optimizer": "adamw"}, "only onebit fixes its variance"),
+    ],
+)
+def test_a_setting_that_does_not_go_with_it_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(HocketError, match=words):
+        RunSettings.of(**{"optimizer": "onebit", "workers": 2, **given})

@@ -927,6 +927,8 @@ OTHER: dict[str, Any] = {
     **{
         "optimizer": "muon",
         "rest_lr": 2e-05,
+        "freeze_step": 7,
+        "refresh": 2,
         "lr": 1e-05,
         "momentum": 0.9,
         "weight_decay": 0.0005,
@@ -979,6 +981,8 @@ KEYS = [
         "max_steps",
         "clip",
         "rest_lr",
+        "freeze_step",
+        "refresh",
         "decay",
         "autocast",
         "augment",
@@ -1007,6 +1011,8 @@ KEYS = [
 SPLIT = ("pipe", "num_microbatches", "cut", "measure", "plan_file")
 REAL = (*SPLIT, "mesh", "stages_per_rank", "zero", "fsdp")
 """Real workers only."""
+VARIANCE = ("freeze_step", "refresh")
+"""Of onebit only."""
 BESIDE = {  # what a setting needs to make sense
     **{"cluster": ("virtual",), "rest_lr": ("optimizer",), "stages_per_rank": ("mesh", "pipe")},
     **dict.fromkeys(SPLIT, ("mesh",)),
@@ -1019,8 +1025,9 @@ def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: 
     assert not any(OTHER[name] == value for name, value in defaults().items())
     monkeypatch.chdir(tmp_path)
     Path("plan.toml").write_text('1 = "columns"\n')
-    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - {*REAL, "partition"} if changed == "all" else ())}
-    settings = RunSettings.of(**{name: value for name, value in OTHER.items() if name in chosen})
+    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - {*REAL, *VARIANCE, "partition"} if changed == "all" else ())}
+    given = {name: value for name, value in OTHER.items() if name in chosen}
+    settings = RunSettings.of(**{**given, **({"optimizer": "onebit"} if changed in VARIANCE else {})})
     got: list[RunSettings] = []
     monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
     ended = CliRunner().invoke(cli.app, ["train", *arguments(settings)])
@@ -1033,7 +1040,7 @@ def test_records_keep_their_keys_whatever_the_settings_are_called(monkeypatch: p
     Path("plan.toml").write_text('1 = "columns"\n')
     whole, split = (
         RunSettings.of(**{name: OTHER[name] for name in names})
-        for names in (set(OTHER) - {*REAL, "partition"}, {*REAL, "batch_size", "partition"} - {"fsdp"})
+        for names in (set(OTHER) - {*REAL, *VARIANCE, "partition"}, {*REAL, "batch_size", "partition"} - {"fsdp"})
     )
     renamed = {"schedule": "lr_schedule", "batch": "batch_size", "share": "balance", "micro": "num_microbatches"}
     renamed |= {"bucket_bytes": "bucket_cap_bytes", "first_bucket_bytes": "first_bucket_cap_bytes"}

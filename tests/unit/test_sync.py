@@ -150,6 +150,7 @@ def test_stale_workers_step_alone_and_meet_after_s_steps_at_the_latest(s: int) -
         ("diloco(4, keep=0.5)", "give overlap="),
         ("diloco(4, overlap=1, keep=0.5, mix=0.5)", "give one"),
         ("diloco(4, overlap=1, keep=2)", "[0, 1"),
+        ("diloco(4, overlap=1, mix=1)", "mix must be a number in [0, 1)"),
         ("diloco(4, outer=adam)", "nesterov or heavyball"),
         ("diloco(4, outer=nesterov(0.7, 0.9, 3))", "takes a rate and a momentum"),
         ("diloco(4, guard=3) + gossip", "leave it out"),

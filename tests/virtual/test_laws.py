@@ -16,6 +16,7 @@ from hocket.compression.kernels.build import library
 from hocket.errors import HocketError
 from hocket.programs.collective import CollectiveProgram, _weigh
 from hocket.strategy import Strategy
+from hocket.sync import DiLoCo
 from hocket.topology import Gossip
 from virtual.methods import COMPRESSION, SYNC, TOPOLOGY
 from virtual.world import FEATURES, Tiny, World, gradients, plain, row_of, seeded, sgd
@@ -192,6 +193,8 @@ STREAMS = {
     "overlap=4": {"overlap": 4},
     "fragments=2, overlap=1": {"fragments": 2, "overlap": 1},
     "fragments=2, overlap=2, mix=0.25": {"fragments": 2, "overlap": 2, "mix": 0.25},
+    "overlap=3, mix=0": {"overlap": 3, "mix": 0.0},
+    "overlap=1, mix=0.75": {"overlap": 1, "mix": 0.75},
     "overlap=3, keep=0": {"overlap": 3, "keep": 0.0},
     "overlap=4, keep=eager": {"overlap": 4, "keep": 0.25},
     "fragments=4, overlap=1, keep=0.5": {"fragments": 4, "overlap": 1, "keep": 0.5},
@@ -232,6 +235,20 @@ def _streamed(
                 rows[:, at] = common[at] + keep * progress if mix is None else mix * rows[:, at] + (1 - mix) * common[at]
                 held[:, at] = (1 - keep) * progress
     return rows
+
+
+def test_a_mix_is_the_share_of_local_weights_after_an_exchange() -> None:
+    """0: all go on from the outer weights; near 1: each worker from its own, as if it were alone; between: the blend exactly."""
+    common, rows, sent = torch.arange(8.0).expand(4, -1), torch.arange(32.0).view(4, 8), torch.rand(4, 8)
+    for mix in (0.0, 0.25, 0.5, 0.75):
+        sync = DiLoCo(4, overlap=1, mix=mix)
+        assert torch.equal(sync.merge(common, rows, sent, {}, 4)[0], mix * rows + (1 - mix) * common)
+    common, alone, near = (
+        World(text).step(5).rows for text in ("diloco(4, overlap=1, mix=0)", "local(6)", "diloco(4, overlap=1, mix=0.9999999)")
+    )
+    assert torch.equal(common, common[:1].expand_as(common))
+    torch.testing.assert_close(near, alone, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(common, alone, rtol=1e-2)
 
 
 @pytest.mark.parametrize("topology", ["gossip(exponential)", "gossip", "hierarchical(size=2, every=2)", "allreduce"])

@@ -45,7 +45,8 @@ Engines = dict[tuple[Any, ...], Engine]
 def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> EpochLoop:
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy, workers, plan = settings.strategy, settings.workers, settings.plan()
-    plan.sequence(data, workers.count)  # refuses too few samples
+    steps = plan.sequence(data, workers.count).steps  # refuses too few samples
+    settings = replace(settings, optimizer=settings.optimizer.with_steps(steps))
     loss, model = loss_for(data), settings.build(data).to(cluster.device)
     optimizer = settings.optimizer_for(model)
     check_own(settings.model, data, settings.data.batch_size, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.spec import ClusterSpec
 from hocket.errors import SettingError, nearest
-from hocket.optim import LAMB, LARS, Muon, decay_groups, hidden_matrices
+from hocket.optim import LAMB, LARS, Muon, OneBitAdam, decay_groups, hidden_matrices
 from hocket.split import Mesh
 from hocket.split.options import DEFAULT_SCHEDULE, Pipeline
 from hocket.split.pipeline.probe import MEASURES
@@ -25,14 +25,17 @@ from hocket.train.plan_file import read_plan
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
-} | {"lamb": LAMB, "lars": LARS, "muon": Muon}
+} | {"lamb": LAMB, "lars": LARS, "muon": Muon, "onebit": OneBitAdam}
 LAYERWISE = ("lamb", "lars")
 DECAYS = ("auto", "all", "matrices")
 USUAL_MOMENTUM = 0.9
 """Of lars and muon, where none is given."""
 BATCH_OPTIMIZER = "sandblaster"
 """Sandblaster computes on the whole batch; it is named in place of an optimiser."""
-USUAL_LRS = {BATCH_OPTIMIZER: 1.0, "lars": 1.0, "lamb": 0.003}
+ONEBIT = "onebit"
+ONEBIT_WARMUP = 0.15
+"""The share of the steps after which 1-bit Adam fixes its variance, where none is given."""
+USUAL_LRS = {BATCH_OPTIMIZER: 1.0, "lars": 1.0, "lamb": 0.003, ONEBIT: 0.001}
 """Of optimisers whose rate is of another size than SGD's."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -127,6 +130,10 @@ class OptimizerSettings:
     """The largest norm of a gradient."""
     rest_lr: float | None = None
     """Of muon: the rate of embeddings, heads and vectors, which AdamW updates (None: the same)."""
+    freeze_step: int | None = None
+    """Of onebit: the step after which its variance is fixed (None: after 15 % of the steps)."""
+    refresh: int | None = None
+    """Of onebit: refresh the variance so many times at every step, every second, every fourth … (0/1 Adam); None: never."""
     decay: str = "auto"
     """What weight decay is for: ``all`` parameters, or ``matrices``, not norms and biases; lars and lamb always do the latter."""
 
@@ -145,6 +152,25 @@ class OptimizerSettings:
             raise SettingError(f"<decay:matrices>: {self.name} has no groups for it; leave it out.")
         if self.rest_lr is not None and self.name != "muon":
             raise SettingError("<rest_lr>: only muon has two rates; use <optimizer:muon>, or leave it out.", rest_lr=self.rest_lr)
+        self._check_variance()
+
+    def _check_variance(self) -> None:
+        for name, value in (("freeze_step", self.freeze_step), ("refresh", self.refresh)):
+            if value is not None and self.name != ONEBIT:
+                text = f"<{name}>: only onebit fixes its variance; use <optimizer:{ONEBIT}>, or leave it out."
+                raise SettingError(text, **{name: value})
+            if value is not None and value < 1:
+                raise SettingError(f"<{name}>: it must be a whole number of at least 1.", **{name: value})
+
+    def with_steps(self, steps: int) -> OptimizerSettings:
+        """The same for a training of so many steps: onebit's warm-up is a share of them, unless it is given.
+
+        >>> OptimizerSettings("onebit").with_steps(1000).freeze_step, OptimizerSettings("sgd").with_steps(1000).freeze_step
+        (150, None)
+        """
+        if self.name != ONEBIT or self.freeze_step is not None:
+            return self
+        return replace(self, freeze_step=max(1, round(ONEBIT_WARMUP * steps)))
 
     def make(self, model: nn.Module, params: list[nn.Parameter], workers: int) -> torch.optim.Optimizer:
         """The optimiser over ``params``, which are those of ``model`` or of a worker's row of it, in its order."""
@@ -160,6 +186,8 @@ class OptimizerSettings:
             rest = (self.lr if self.rest_lr is None else self.rest_lr) * scale
             params = [p for p in params if p.requires_grad]
             options |= {"rest_lr": rest, "matrices": hidden_matrices(model), "momentum": self.momentum or USUAL_MOMENTUM}
+        if self.name == ONEBIT:
+            options |= {"freeze_step": self.freeze_step or 1, "refresh": self.refresh or 0}
         if self.name == "lars":
             options["momentum"] = self.momentum or USUAL_MOMENTUM
         if self.name in ("sgd", "rmsprop"):

@@ -32,6 +32,7 @@ from hocket.train.loop import TrainingPlan
 from hocket.train.lr_schedule import warmup_start
 from hocket.train.setting_groups import (
     BATCH_OPTIMIZER,
+    ONEBIT,
     DataSettings,
     NumericsSettings,
     OptimizerSettings,
@@ -62,6 +63,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     "max_steps": ("max_steps", "max_steps"),
     "clip": ("optimizer.clip", "clip"),
     "rest_lr": ("optimizer.rest_lr", "rest_lr"),
+    "freeze_step": ("optimizer.freeze_step", "freeze_step"),
+    "refresh": ("optimizer.refresh", "refresh"),
     "decay": ("optimizer.decay", "decay"),
     "autocast": ("numerics.autocast", "autocast"),
     "augment": ("data.augment", "augment"),
@@ -124,6 +127,7 @@ class RunSettings:
         self.plan()  # refuses what no training can have
         self._check_sharding()
         self._check_split()
+        self._check_variance()
         check_balance(self.data.balance, self.strategy, self.data.partition)
         if self.data.partition != "iid" and self.optimizer.name == BATCH_OPTIMIZER:
             raise SettingError(
@@ -181,6 +185,20 @@ class RunSettings:
             raise SettingError(
                 f"{self.strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
                 "not under `hocket train`."
+            )
+
+    def _check_variance(self) -> None:
+        """Refuse what 1-bit Adam, whose fixed variance must be the same on all workers, does not go with."""
+        if self.optimizer.name != ONEBIT or self.workers.count == 1:
+            return
+        if self.sharding.named:
+            raise SettingError(f"<optimizer:{ONEBIT}> steps with a whole state; leave {self.sharding.named} out, or use adamw.")
+        strategy = self.resolved
+        fixed = strategy.exchanged == "momentum" or (strategy.exchanged == "gradients" and strategy.keeps_replicas_equal)
+        if strategy.runtime != "collective" or not fixed:
+            raise SettingError(
+                f"<optimizer:{ONEBIT}> fixes a variance that must be the same on all workers, and under {strategy} it is not; use "
+                "bulk, such as bulk + sign, or local(4) + sign + exchange=momentum, or <optimizer:adamw>."
             )
 
     # --- by name -----------------------------------------------------------------------------------------------------------------
