@@ -132,8 +132,9 @@ def _raw(sample: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @contextmanager
-def prepared(options: argparse.Namespace, chunks: bool = False) -> Iterator[Path]:
-    """A folder with ``files/CLASS/NUMBER.png``, their names in ``files.json``, ``shards/`` and, if asked for, litdata's chunks."""
+def prepared(options: argparse.Namespace, chunks: bool = False, compressed: bool = False) -> Iterator[Path]:
+    """A folder with ``files/CLASS/NUMBER.png``, their names in ``files.json``, ``shards/`` and, if asked for, litdata's chunks and
+    ``compressed/`` shards."""
     folder = options.folder or Path(tempfile.mkdtemp(prefix="hocket-data-"))
     try:
         folder.mkdir(exist_ok=True)
@@ -144,6 +145,9 @@ def prepared(options: argparse.Namespace, chunks: bool = False) -> Iterator[Path
             begun = time.perf_counter()
             made = pack(sources.parts(str(folder / "files"))[""], folder / "shards", shard_bytes=int(options.shard_mb * 2**20))
             print(f"packed {len(made.labels):,} files into {len(made.shards)} shards in {time.perf_counter() - begun:.1f} s")
+        if compressed and not (folder / "compressed" / FILE).exists():
+            source = sources.parts(str(folder / "files"))[""]
+            pack(source, folder / "compressed", shard_bytes=int(options.shard_mb * 2**20), compress=True)
         if chunks and not (folder / "litdata").exists():
             data_network.write_chunks(folder)
         yield folder
@@ -182,7 +186,7 @@ def network(options: argparse.Namespace) -> None:
     """Samples per second of 4 workers from nginx, by each way; of small files, a part of them."""
     ways = options.ways.split(",")
     with (
-        prepared(options, chunks="litdata" in ways) as folder,
+        prepared(options, chunks="litdata" in ways, compressed=any(way.endswith("_gz") for way in ways)) as folder,
         Lab(options.workers + 1, options.rate) as lab,
         data_network.nginx(lab, options.workers, folder, options.latency_ms) as url,
         tempfile.TemporaryDirectory() as scratch,
@@ -291,7 +295,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="nginx waits so long before each answer")
     parser.add_argument("--decode", action="store_true", help="decode the pictures, too")
-    parser.add_argument("--ways", default="download,files,hocket,webdataset,litdata,torchdata")
+    parser.add_argument("--ways", default=",".join(name for name in data_network.WAYS if name != "train"))
     parser.add_argument("--device", default="cpu", help="of busy")
     parser.add_argument("--processes", type=int, default=min(8, (os.cpu_count() or 2) - 2), help="of busy: that load")
     parser.add_argument("--batch-size", type=int, default=128, help="of busy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import resource
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader
 
 import hocket
 from hocket.data import load, stream
+from hocket.data.shards import pack as packing
 from hocket.data.shards import sources
 from hocket.data.shards.cache import Cache
 from hocket.data.shards.check import shuffle_quality
@@ -63,6 +65,16 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     pack(Numbers(1003), folder, shard_bytes=200_000)
     assert len(Index.load(str(folder)).shards) == 11  # the last one smaller
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, compressed."""
+    folder = tmp_path_factory.mktemp("packed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "BLOCK_BYTES", 60_000)
+        pack(Numbers(1003), folder, shard_bytes=200_000, compress=True)
     return folder
 
 
@@ -256,6 +268,18 @@ def test_shards_are_plain_tar_and_the_same_each_time(shards: Path, tmp_path: Pat
     assert [e.offset_data for e in entries] == index.starts[index.counts[0] : sum(index.counts[:2])].flatten().tolist()
 
 
+def test_compressed_shards_are_plain_gzip_and_hold_the_same(shards: Path, packed: Path) -> None:
+    plain, index = Index.load(str(shards)), Index.load(str(packed))
+    assert index.bytes < plain.bytes / 5
+    assert index.blocks is not None
+    assert len(index.blocks) > 2 * len(index.shards)
+    for known, compressed in zip(plain.shards, index.shards, strict=True):
+        assert compressed.name == f"{known.name}.gz"
+        assert gzip.decompress((packed / compressed.name).read_bytes()) == (shards / known.name).read_bytes()
+    read = [list(stream(url, batch_size=50, decode=text, collate=list)) for url in (shards, packed)]
+    assert read[0] == read[1]
+
+
 def test_packing_goes_on_after_an_interruption(shards: Path, tmp_path: Path) -> None:
     class Broken(Numbers):
         def __getitem__(self, number: int) -> dict[str, bytes]:
@@ -338,7 +362,7 @@ def test_workers_that_send_messages_tell_others_what_reading_took() -> None:
 def damaged(shards: Path, folder: Path, what: str) -> Path:
     for file in shards.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    victim = folder / "shard-000003.tar"
+    (victim,) = folder.glob("shard-000003.tar*")
     content = bytearray(victim.read_bytes())
     if what == "truncated":
         del content[len(content) // 2 :]
@@ -346,21 +370,24 @@ def damaged(shards: Path, folder: Path, what: str) -> Path:
         victim.unlink()
         return folder
     else:
-        content[520] ^= 1
+        content[len(content) // 2 if victim.suffix == ".gz" else 520] ^= 1
     victim.write_bytes(content)
     return folder
 
 
 @pytest.mark.parametrize("what, lost", [("truncated", (40, 60)), ("damaged", (1, 1)), ("missing", (90, 105))])
-def test_a_bad_shard_is_named_or_left_out_and_counted(shards: Path, tmp_path: Path, what: str, lost: tuple[int, int]) -> None:
-    damaged(shards, tmp_path, what)
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_bad_shard_is_named_or_left_out_and_counted(
+    shards: Path, packed: Path, tmp_path: Path, what: str, lost: tuple[int, int], compress: bool
+) -> None:
+    damaged(packed if compress else shards, tmp_path, what)
     with pytest.raises(HocketError, match=r"shard-000003\.tar"):
         list(stream(tmp_path, batch_size=50, decode=text, collate=list))
     own = stream(tmp_path, batch_size=50, decode=text, collate=list, on_bad_shard="skip")
     with pytest.warns(UserWarning, match=r"Left out: Shard shard-000003\.tar"):
         found = numbers(list(own))
     assert max(found.values()) == 1
-    assert lost[0] <= own.skipped <= lost[1]
+    assert lost[0] <= own.skipped <= lost[1] + 31 * compress  # of compressed shards up to a block more
     assert len(found) == 1003 - own.skipped
 
 

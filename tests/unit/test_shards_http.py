@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from hocket.data import load, stream
+from hocket.data.shards import pack as packing
 from hocket.data.shards import reader, sources
-from hocket.data.shards.index import Index
+from hocket.data.shards.index import GZIP_HEADER, Index
 from hocket.data.shards.pack import pack
 from hocket.data.shards.storage import Storage
 from hocket.errors import HocketError
@@ -30,10 +31,12 @@ class Server(ThreadingHTTPServer):
 
     fault: Any = staticmethod(lambda path, number: None)
     ranges = True
+    moved: str | None = None
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), partial(Handler, directory=str(folder)))
         self.asked: Counter[str] = Counter()
+        self.connections: list[socket.socket] = []
         self.sent = 0
 
     @property
@@ -47,6 +50,12 @@ class Server(ThreadingHTTPServer):
 class Handler(SimpleHTTPRequestHandler):
     server: Server
 
+    protocol_version = "HTTP/1.1"  # connections stay open
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.append(self.connection)
+
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
@@ -55,6 +64,12 @@ class Handler(SimpleHTTPRequestHandler):
         fault = self.server.fault(name, self.server.asked[name])
         self.server.asked[name] += 1
         path = Path(self.translate_path(self.path))
+        if self.server.moved:
+            self.send_response(307)
+            self.send_header("Location", self.server.moved + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         if isinstance(fault, int) or not path.is_file():
             self.send_response(fault or 404)
             self.send_header("Content-Length", "0")
@@ -65,6 +80,7 @@ class Handler(SimpleHTTPRequestHandler):
         if asked:
             start, _, stop = asked.removeprefix("bytes=").partition("-")
             first, content = int(start), content[: int(stop) + 1 if stop else None]
+        self.close_connection = fault == "close"  # without saying so
         self.send_response(416 if first and first >= len(content) else 206 if asked else 200)
         self.send_header("Content-Length", str(max(0, len(content) - first)))
         self.end_headers()
@@ -87,6 +103,9 @@ def serving(folder: Path, port: int = 0) -> Iterator[Server]:
         finally:
             server.shutdown()
             thread.join()
+            for connection in server.connections:
+                with suppress(OSError):  # it has ended already
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +113,15 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     for name, part in sources.parts("digits", load("digits")).items():
         pack(part, folder / name, shard_bytes=300_000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compressed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "BLOCK_BYTES", 1_000_000)
+        pack(sources.parts("digits", load("digits"))[""], folder, shard_bytes=1_600_000, compress=True)
     return folder
 
 
@@ -107,20 +135,49 @@ def whole(shards: Path) -> Counter[bytes]:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-@pytest.mark.parametrize("cached, piece", [(True, 1 << 20), (False, 1 << 20), (False, 70_000)])
+@pytest.mark.parametrize("cached, piece", [(True, 1 << 20), (False, 1 << 22), (False, 70_000), (True, None), (False, None)])
 def test_a_server_that_resets_and_throttles_loses_and_repeats_nothing(
-    shards: Path, whole: Counter[bytes], tmp_path: Path, ranges: bool, cached: bool, piece: int, monkeypatch: pytest.MonkeyPatch
+    shards: Path,
+    compressed: Path,
+    whole: Counter[bytes],
+    tmp_path: Path,
+    ranges: bool,
+    cached: bool,
+    piece: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reader, "PIECE_BYTES", piece)
+    """In pieces of so many bytes at most; None: compressed."""
+    monkeypatch.setattr(reader, "PIECE_BYTES", piece or reader.PIECE_BYTES)
+    shards = shards if piece else compressed
     faults: dict[int, Any] = {0: 503, 1: "reset", 2: 429, 3: "reset" if ranges else None}
     with serving(shards) as server:
-        server.fault, server.ranges = lambda name, number: faults.get(number) if name.endswith(".tar") else None, ranges
+        server.fault, server.ranges = lambda name, number: faults.get(number) if name.startswith("shard") else None, ranges
         own = stream(server.url, batch_size=100, cache=tmp_path if cached else None)
         assert sums(own) == whole
         assert min(server.asked[shard.name] for shard in own.index.shards) >= 4
-        assert own.bytes_fetched == own.index.bytes
+        assert own.bytes_fetched == own.index.bytes - (0 if piece or cached else GZIP_HEADER * len(own.index.shards))
         if ranges:  # what had arrived was not sent again
             assert server.sent <= own.index.bytes + len(own.index.shards) * BLOCK + os.path.getsize(shards / "index.npz")
+
+
+def test_connections_stay_open_and_one_that_the_server_closed_is_replaced_at_once(shards: Path) -> None:
+    expected = (shards / "index.npz").read_bytes()
+    with serving(shards) as server:
+        storage = Storage(server.url, retry_s=0.0)
+        for _ in range(4):
+            assert storage.read("index.npz") == expected
+        assert len(server.connections) == 1
+        server.fault = lambda name, number: "close"
+        for _ in range(3):
+            assert storage.read("index.npz") == expected
+        assert (len(server.connections), storage.retries) == (3, 0)
+        storage.close()
+
+
+def test_what_is_redirected_is_read_where_it_lies(shards: Path) -> None:
+    with serving(shards) as server, serving(shards.parent) as front:
+        front.moved = server.url
+        assert sums(stream(front.url, batch_size=100)) == sums(stream(shards, batch_size=100))
 
 
 def test_a_server_that_is_gone_for_a_while_is_waited_for(shards: Path, whole: Counter[bytes]) -> None:
@@ -163,7 +220,10 @@ def test_what_does_not_pass_is_said_at_once(shards: Path) -> None:
             list(stream(server.url, batch_size=100, retry_s=0.2))
 
 
-def test_a_shard_that_arrives_damaged_is_fetched_again_then_named(shards: Path, tmp_path: Path, whole: Counter[bytes]) -> None:
+def test_a_shard_that_arrives_damaged_is_fetched_again_then_named(
+    shards: Path, tmp_path: Path, whole: Counter[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "PIECE_BYTES", 1 << 22)  # a shard is a piece
     for file in (*shards.glob("*.npz"), *shards.glob("*.tar")):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     victim = tmp_path / "shard-000002.tar"

@@ -46,6 +46,7 @@ def pack_command(
     size: Annotated[int | None, typer.Option(min=1, help="Crop and scale pictures to squares of this many pixels.")] = None,
     test: Annotated[float | None, typer.Option(help="Put this fraction of the samples into DEST/test.")] = None,
     shuffle: Annotated[bool, typer.Option(help="Shuffle the samples once; otherwise they keep their order.")] = True,
+    compress: Annotated[bool, typer.Option("--compress", help="Write .tar.gz; for samples of a few kB or less.")] = False,
     seed: Annotated[int, typer.Option(help="Decides that order.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="How many shards are written in parallel.")] = os.cpu_count() or 1,
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="The folder of the data sets.")] = None,
@@ -55,7 +56,7 @@ def pack_command(
         raise HocketError(f"--shard-mb {shard_mb:g}: the size of a shard must be above 0; 16 is usual.")
     for name, part in _parts(source, size, test, data_dir).items():
         with _bar(f"packing {name or 'samples'}", len(part)) as advance:
-            given = {"seed": seed, "shuffle": shuffle, "threads": threads, "advance": advance}
+            given = {"seed": seed, "shuffle": shuffle, "compress": compress, "threads": threads, "advance": advance}
             index = pack(part, dest / name, shard_bytes=int(shard_mb * 2**20), **given)  # type: ignore[arg-type]
         print(f"{dest / name}: {_size(index)}")
     print(f"Train on it with `hocket train --data shards:{dest}`, or read it with hocket.data.stream('{dest}').")

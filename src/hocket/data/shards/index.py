@@ -4,9 +4,13 @@ Shards are tar files by WebDataset's convention: the members of a sample follow 
 (``000000012.png``, ``000000012.cls``), so that ``tar`` and ``webdataset`` read them without the index. The index is a NumPy archive
 of plain arrays, not compressed: one of a million samples with two fields has 32 MB and opens in a fraction of a second.
 
+Compressed shards (``.tar.gz``) are one gzip stream each, in which each block, a run of samples, begins after a full flush: programs
+that know gzip read them as any other, and a reader that knows the blocks inflates each on its own.
+
 - ``starts [samples, fields]`` int64, ``sizes [samples, fields]`` int32: where a member's content lies in its shard; size −1: none;
 - ``crc32 [samples]`` uint32: of all content of a sample, in the order of the fields;
 - ``labels [samples]`` int32: the class, −1 where there is none;
+- ``blocks [blocks, 3]`` int64, of compressed shards only: a block's first sample, and its first byte in the tar and in the file;
 - ``meta``: JSON: the fields; per shard its name, count of samples, bytes and SHA-256; what is known of the source.
 """
 
@@ -27,9 +31,11 @@ from hocket.data.files import replacing
 from hocket.data.shards.storage import OPEN_RETRY_S, Storage
 from hocket.errors import HocketError
 
-FILE, VERSION = "index.npz", 1
+FILE, VERSION, COMPRESSED = "index.npz", 1, 2
 RECORD = 512
 """Bytes of a header in a tar file, and what contents are padded to."""
+GZIP_HEADER = 10
+"""Bytes before the first block of a gzip stream without a name."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Index:
     labels: np.ndarray
     about: dict[str, Any] = field(default_factory=dict)
     """What is known of the source: ``classes`` (names), ``normalise``, ``augment``, ``source``."""
+    blocks: np.ndarray | None = None
+    """Of compressed shards."""
 
     @property
     def counts(self) -> list[int]:
@@ -72,8 +80,11 @@ class Index:
 
     def save(self, folder: Path) -> None:
         """Write ``index.npz``, whole or not at all."""
-        meta = {"version": VERSION, "fields": self.fields, "shards": [vars(s) for s in self.shards], "about": self.about}
+        version = VERSION if self.blocks is None else COMPRESSED
+        meta = {"version": version, "fields": self.fields, "shards": [vars(s) for s in self.shards], "about": self.about}
         arrays = {"starts": self.starts, "sizes": self.sizes, "crc32": self.crc32, "labels": self.labels}
+        if self.blocks is not None:
+            arrays["blocks"] = self.blocks
         with replacing(folder / FILE) as out:
             np.savez(out, allow_pickle=False, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)
 
@@ -90,15 +101,17 @@ class Index:
         try:
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 meta = json.loads(arrays["meta"].tobytes())
-                if meta["version"] != VERSION:
-                    raise HocketError(f"{FILE} at {url} has version {meta['version']}, this Hocket reads {VERSION}: pack it again.")
+                if meta["version"] not in (VERSION, COMPRESSED):
+                    known = f"{VERSION} and {COMPRESSED}"
+                    raise HocketError(f"{FILE} at {url} has version {meta['version']}, this Hocket reads {known}: pack it again.")
                 shards = tuple(Shard(**shard) for shard in meta["shards"])
                 own = {name: arrays[name] for name in ("starts", "sizes", "crc32", "labels")}
+                blocks = arrays["blocks"] if meta["version"] == COMPRESSED else None
         except (zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError) as error:
             if isinstance(error, HocketError):
                 raise
             raise HocketError(f"{FILE} at {url} is damaged ({error}): copy it again or pack again.") from None
-        index = cls(tuple(meta["fields"]), shards, **own, about=meta["about"])
+        index = cls(tuple(meta["fields"]), shards, **own, about=meta["about"], blocks=blocks)
         if any(len(array) != sum(index.counts) for array in own.values()):
             raise HocketError(f"{FILE} at {url} is damaged (its arrays differ in length): copy it again or pack again.")
         return index

@@ -1,8 +1,9 @@
 """Samples of packed shards by their number, from a folder, a cache or memory; every sample is checked by its CRC-32.
 
 Shards on a path are read where they lie. With a cache, others are fetched into it whole and checked by their SHA-256. Without one,
-pieces of about a MB are fetched into memory, by range, so that no two workers fetch the same bytes and the first batch need not
-wait for whole shards; pieces that were not used for longest are dropped.
+pieces of up to a MB are fetched into memory, by range, so that no two workers fetch the same bytes and the first batch need not
+wait for whole shards; pieces that were not used for longest are dropped. Of compressed shards a block is a piece, which is inflated
+in memory wherever it lies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from hocket.data.shards.index import RECORD, Index
 from hocket.data.shards.storage import RETRY_S, Storage
 from hocket.errors import HocketError, nearest
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES, _PIECES = 1 << 20, 1000
+"""A piece has so many bytes, or down to a quarter of them where a set would have fewer pieces than that: those at the edges of
+lanes are fetched twice."""
 OnBad = Literal["stop", "skip"]
 Sample = dict[str, bytes]
 
@@ -59,8 +62,10 @@ class ShardReader:
         self.bytes_read = self.bytes_fetched = self.skipped = 0
         """Bytes of samples, bytes fetched from elsewhere, and samples that were left out."""
         self._ends = np.cumsum(index.counts)
-        by_piece = self.storage.path is None and cache is None and self.storage.knows_ranges()
-        self._pieces = _Pieces(index, PIECE_BYTES if by_piece else None)
+        local = self.storage.path is not None or cache is not None
+        by_piece = index.blocks is not None if local else self.storage.knows_ranges()
+        most_bytes = min(PIECE_BYTES, max(PIECE_BYTES // 4, index.bytes // _PIECES))
+        self._pieces = _Pieces(index, most_bytes if by_piece else None)
         self.keep = keep
         """So many pieces are held open."""
         self._open: OrderedDict[int, _Piece] = OrderedDict()
@@ -172,19 +177,31 @@ class ShardReader:
 
     def _fill(self, entry: _Piece, piece: int) -> None:
         shard, begin, end = self._pieces.extent(piece)
+        file = self._file(shard)
+        if self.index.blocks is not None:
+            if file is None:
+                packed = self._part(self.index.shards[shard].name, begin, end)
+            else:
+                with file:
+                    packed = os.pread(file.fileno(), end - begin, begin)
+            entry.begin, entry.content = int(self._pieces.places[piece]), _inflated(packed)
+        elif file is None:
+            entry.begin, entry.content = begin, self._part(self.index.shards[shard].name, begin, end)
+        else:
+            entry.file = file
+
+    def _file(self, shard: int) -> IO[bytes] | None:
+        """A shard's file, where it lies on a path or in the cache."""
         known = self.index.shards[shard]
-        if not self.remote:
-            assert self.storage.path is not None
-            try:
-                entry.file = (self.storage.path / known.name).open("rb")
-            except OSError as error:
-                text = f"Shard {known.name} of {self.storage.url} cannot be opened ({error.strerror}): {_REMEDY}"
-                raise BadShard(text) from None
-            return
-        if self.cache is not None:
-            entry.file = self.cache.obtain(known.sha256, known.bytes, lambda out: self._fetch(shard, out))
-        if entry.file is None:
-            entry.begin, entry.content = begin, self._part(known.name, begin, end)
+        if self.remote:
+            cache = self.cache
+            return None if cache is None else cache.obtain(known.sha256, known.bytes, lambda out: self._fetch(shard, out))
+        assert self.storage.path is not None
+        try:
+            return (self.storage.path / known.name).open("rb")
+        except OSError as error:
+            text = f"Shard {known.name} of {self.storage.url} cannot be opened ({error.strerror}): {_REMEDY}"
+            raise BadShard(text) from None
 
     def _part(self, name: str, begin: int, end: int) -> bytes:
         """These bytes of a shard."""
@@ -218,23 +235,42 @@ class ShardReader:
         raise BadShard(f"Shard {known.name} of {self.storage.url} is damaged ({expected}): {_REMEDY}")
 
 
+_STEP = 1 << 16
 _REMEDY = "copy it again or pack again, or leave it out with on_bad_shard=skip."
 
 
+def _inflated(content: bytes) -> bytes:
+    """What a block of a gzip stream holds, or all blocks; as much of it as is not damaged."""
+    unpacker, found = zlib.decompressobj(-zlib.MAX_WBITS), []
+    with suppress(zlib.error):
+        for start in range(0, len(content), _STEP):
+            found.append(unpacker.decompress(content[start : start + _STEP]))
+    return b"".join(found)
+
+
 class _Pieces:
-    """What is fetched at a time: whole shards (``most_bytes`` None), or runs of samples of about so many bytes of a shard."""
+    """What is fetched at a time: whole shards (``most_bytes`` None), or runs of samples of about so many bytes of a shard, or the
+    blocks of compressed shards. ``places`` says where the content of each begins in the tar."""
 
     def __init__(self, index: Index, most_bytes: int | None) -> None:
         counts = np.asarray(index.counts, np.int64)
+        if index.blocks is not None:
+            first_samples = np.cumsum(counts) - counts
+            blocks = index.blocks if most_bytes is not None else index.blocks[np.isin(index.blocks[:, 0], first_samples)]
+            self._firsts, self.places, self._begins = blocks.T
+            self.shards = np.searchsorted(first_samples, self._firsts, side="right") - 1
+        else:
+            self._of_plain(index, counts, most_bytes)
+        last = np.append(self.shards[1:] != self.shards[:-1], True)
+        self._ends = np.where(last, [index.shards[s].bytes for s in self.shards], np.roll(self._begins, -1))
+
+    def _of_plain(self, index: Index, counts: np.ndarray, most_bytes: int | None) -> None:
         each = np.array([1 if most_bytes is None else min(s.samples, max(1, -(-s.bytes // most_bytes))) for s in index.shards])
         self.shards = np.repeat(np.arange(len(counts)), each)
         place = np.arange(len(self.shards)) - np.repeat(np.cumsum(each) - each, each)
         self._firsts = (np.cumsum(counts) - counts)[self.shards] + place * counts[self.shards] // each[self.shards]
         starts = np.where(index.sizes[self._firsts] >= 0, index.starts[self._firsts], np.iinfo(np.int64).max).min(1) - RECORD
-        self._begins = np.where(place == 0, 0, starts)
-        self._ends = np.where(
-            place == each[self.shards] - 1, [index.shards[s].bytes for s in self.shards], np.roll(self._begins, -1)
-        )
+        self.places = self._begins = np.where(place == 0, 0, starts)
 
     def __len__(self) -> int:
         return len(self.shards)

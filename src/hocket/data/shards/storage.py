@@ -1,8 +1,9 @@
 """Bytes of files in a folder: on a path, over HTTP(S), or wherever fsspec reaches (``s3://…`` with s3fs installed).
 
-HTTP uses the standard library: a download that breaks goes on with a Range request from where it was, and where a server answers
-with the whole file, what is there already is skipped. Whatever may pass (a reset, a timeout, 429, 5xx) is tried again after 0.1,
-0.2, … up to 5 s, until nothing has arrived for ``retry_s`` seconds.
+HTTP uses the standard library, on connections that stay open (:mod:`hocket.data.shards.connections`): a download that breaks
+goes on with a Range request from where it was, and where a server answers with the whole file, what is there already is skipped.
+Whatever may pass (a reset, a timeout, 429, 5xx) is tried again after 0.1, 0.2, … up to 5 s, until nothing has arrived for
+``retry_s`` seconds.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import http.client
 import io
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from hocket.data.shards.connections import Connections
 from hocket.errors import HocketError
 
 RETRY_S, OPEN_RETRY_S = 60.0, 10.0
@@ -36,10 +36,12 @@ class Storage:
         """The folder, of files that need no copy."""
         self.retries = 0
         self._closed = threading.Event()
+        self._connections = Connections(self.url, _TIMEOUT_S)
 
     def close(self) -> None:
-        """End what waits for another try."""
+        """End what waits for another try, and close connections."""
         self._closed.set()
+        self._connections.close()
 
     def read(self, name: str) -> bytes:
         """All bytes of a file."""
@@ -76,8 +78,7 @@ class Storage:
                 yield local, None
         elif self.scheme in ("http", "https"):
             asked = f"bytes={have}-{'' if end is None else end - 1}"
-            request = urllib.request.Request(f"{self.url}/{name}", headers={"Range": asked} if have or end is not None else {})
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            with self._connections.get(name, {"Range": asked} if have or end is not None else {}) as response:
                 partial = response.status == 206
                 length = response.headers.get("Content-Length")
                 if not partial:
@@ -96,10 +97,12 @@ class Storage:
         """Whether the server answers a request for a part of a file with that part."""
         if self.scheme not in ("http", "https"):
             return True
-        request = urllib.request.Request(f"{self.url}/{_PROBED}", headers={"Range": "bytes=0-0"})
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-                return bool(response.status == 206)
+            with self._connections.get(_PROBED, {"Range": "bytes=0-0"}) as response:
+                partial = bool(response.status == 206)
+                if partial:
+                    response.read()
+                return partial
         except (OSError, http.client.HTTPException):
             return True  # what is wrong will be said when a shard is read
 
