@@ -35,7 +35,7 @@ from hocket.train.handover import Shared
 from hocket.train.runtimes.elastic import ElasticRuntime
 from hocket.train.runtimes.elastic_replica import ReplicaRuntime, StepVoid
 from hocket.train.runtimes.elastic_view import Rejoined
-from hocket.train.runtimes.meeting import Meeting, Told
+from hocket.train.runtimes.member_table import MemberState, MemberTable
 from hocket.transport.frame import Envelope, Kind
 
 
@@ -150,10 +150,10 @@ def test_a_member_of_all_generations_since_it_was_given_weights_has_those_of_the
 @pytest.mark.parametrize(("figures", "sound"), [(0.0, 4), (1.0, 3)])
 def test_what_an_exchange_that_counts_included_is_not_dealt_again(figures: float, sound: int) -> None:
     """The second worker was interrupted in an exchange that the first one has completed; one of figures includes nothing."""
-    told = [Told(5, False, False, 1, 3, 0.0), Told(4, True, False, 1, 3, figures)]
+    told = [MemberState(5, False, False, 1, 3, 0.0), MemberState(4, True, False, 1, 3, figures)]
     places = [(0, 1, 4, 4 if not figures else 3), (0, 1, 4, 3)]
     table = torch.tensor([[float(value) for value in (*own, *place)] for own, place in zip(told, places, strict=True)])
-    meeting = Meeting(table, 0)
+    meeting = MemberTable(table, 0)
     assert meeting.count == 5
     assert [position.sound for position in meeting.positions] == [sound] * 2
 
