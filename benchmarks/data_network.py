@@ -209,15 +209,15 @@ class _Files:
     """Small files as a ``Dataset``, each with a connection of its own: what ``urllib.request.urlopen`` does."""
 
     def __init__(self, given: dict[str, Any], names: list[str]) -> None:
-        self.given, self.names = given, names
+        self.folder, self.names, self.picture = f"{given['url']}/files", names, _picture(given)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, number: int) -> tuple[Any, int]:
-        with urllib.request.urlopen(f"{self.given['url']}/files/{self.names[number]}") as response:
+        with urllib.request.urlopen(f"{self.folder}/{self.names[number]}") as response:
             content = response.read()
-        return _picture(self.given)(content), len(content)
+        return self.picture(content), len(content)
 
 
 def files_opened(given: dict[str, Any]) -> tuple[int, int]:
