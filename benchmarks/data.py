@@ -13,9 +13,12 @@ reads one epoch each: files in random order with a DataLoader's threads' worth o
 shards in plain order. ``--drop-caches`` (root) empties the system's caches before each; otherwise they are warm.
 
 ``network`` (root; nginx, and for comparison the packages webdataset, litdata and torchdata) reads CIFAR-10 from nginx on a host of
-its own, 4 workers on 4 hosts, all links 1 Gbit/s, caches cold: one sequential download, small files, shards by Hocket, by
-WebDataset and by torchdata, and litdata's chunks. ``shared`` trains with 2 workers whose gradients travel over the same links as
-the data. ``busy`` trains resnet20 on shards and prints how much of the time its steps wait for data.
+its own, 4 workers on 4 hosts, all links 1 Gbit/s, caches cold: one sequential download; small files on a connection that stays open
+(``files``), on one each (``files_opened``), and by a DataLoader of 4 processes (``files_loader``); shards and compressed shards by
+Hocket and by WebDataset; shards by torchdata; and litdata's chunks. Give 4 shards or more. ``shared`` trains with 2 workers whose
+gradients travel over the same links as the data.
+
+``busy`` trains resnet20 on shards and prints how much of the time its steps wait for data.
 
 Pictures are CIFAR-10's 60,000 as PNG files where ``--data-dir`` has it, otherwise made up. ``--folder`` keeps what was written.
 """
@@ -199,12 +202,14 @@ def network(options: argparse.Namespace) -> None:
             rates.setdefault(way, []).append(found["samples_per_s"])
             print(
                 f"{way}: {found['samples_per_s']:,.0f} samples/s, {found['bytes_per_s'] / 1e6:.1f} MB/s, "
-                f"{found['samples']:,.0f} samples in {found['seconds']:.1f} s, {found['cpu_s']:.1f} s of processor",
+                f"{found['samples']:,.0f} samples in {found['seconds']:.1f} s, {1e6 * found['cpu_s'] / found['samples']:.0f} µs of "
+                "processor per sample",
                 flush=True,
             )
-    for way in ways:
-        if way != "hocket" and "hocket" in rates:
-            print(f"hocket / {way}: {np.median(rates['hocket']) / np.median(rates[way]):.2f}")
+    for own in ("hocket", "hocket_gz"):
+        for way in ways:
+            if own in rates and not way.startswith("hocket"):
+                print(f"{own} / {way}: {np.median(rates[own]) / np.median(rates[way]):.2f}")
 
 
 def shared(options: argparse.Namespace) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import http.client
 import os
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 _REDIRECTS = {301, 302, 303, 307, 308}
@@ -25,8 +27,7 @@ class Connections:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.timeout_s = url, timeout_s
         parts = urllib.parse.urlsplit(url)
-        self._kind = http.client.HTTPSConnection if parts.scheme.lower() == "https" else http.client.HTTPConnection
-        self._host = parts.netloc
+        self._secure, self._host = parts.scheme.lower() == "https", parts.netloc
         proxied = parts.scheme.lower() in urllib.request.getproxies() and not urllib.request.proxy_bypass(parts.netloc)
         self._by_urllib = bool(proxied)
         self._idle: list[tuple[int, http.client.HTTPConnection]] = []
@@ -63,7 +64,7 @@ class Connections:
         path = urllib.parse.urlsplit(address)._replace(scheme="", netloc="", fragment="").geturl()
         while True:
             known = self._known()
-            connection = known or self._kind(self._host, timeout=self.timeout_s)
+            connection = known or self._new()
             try:
                 connection.request("GET", path, headers={"User-Agent": "hocket", **headers})
                 return connection, connection.getresponse()
@@ -72,6 +73,11 @@ class Connections:
                 if known is None or not isinstance(error, ConnectionError):
                     raise
 
+    def _new(self) -> http.client.HTTPConnection:
+        if self._secure:
+            return http.client.HTTPSConnection(self._host, timeout=self.timeout_s, context=_context())
+        return http.client.HTTPConnection(self._host, timeout=self.timeout_s)
+
     def _known(self) -> http.client.HTTPConnection | None:
         with suppress(IndexError):
             while True:
@@ -79,6 +85,12 @@ class Connections:
                 if process == os.getpid():
                     return connection
         return None
+
+
+@cache
+def _context() -> ssl.SSLContext:
+    """Reads the certificates of all authorities, which takes tens of milliseconds."""
+    return ssl.create_default_context()
 
 
 def _close(idle: list[tuple[int, http.client.HTTPConnection]]) -> None:

@@ -93,9 +93,10 @@ class ShardReader:
         pieces, crcs = self.pieces_of(numbers).tolist(), index.crc32[numbers].tolist()
         wanted = zip(pieces, index.starts[numbers].tolist(), index.sizes[numbers].tolist(), crcs, strict=True)
         found: list[Sample | None] = []
+        held: dict[int, _Piece] = {}
         for piece, starts, sizes, crc in wanted:
             try:
-                found.append(self._checked(piece, starts, sizes, crc))
+                found.append(self._checked(held, piece, starts, sizes, crc))
             except BadShard as error:
                 self.bad(error)
                 found.append(None)
@@ -137,11 +138,14 @@ class ShardReader:
         with suppress(HocketError):
             self._piece(piece)
 
-    def _checked(self, piece: int, starts: list[int], sizes: list[int], crc: int) -> Sample:
-        entry = self._piece(piece)
+    def _checked(self, held: dict[int, _Piece], piece: int, starts: list[int], sizes: list[int], crc: int) -> Sample:
+        """A sample; ``held`` has the pieces of its batch that were looked up already."""
+        entry = held[piece] if piece in held else self._piece(piece)
+        held[piece] = entry
         sample = self._cut(entry, starts, sizes, crc)
         if sample is None and entry.content is not None and not entry.again:  # what arrived damaged is fetched once more
-            sample = self._cut(self._piece(piece, again=entry), starts, sizes, crc)
+            held[piece] = self._piece(piece, again=entry)
+            sample = self._cut(held[piece], starts, sizes, crc)
         if sample is None:
             name, first = self.index.shards[self._pieces.shards[piece]].name, min(starts)
             raise BadShard(f"Shard {name} of {self.storage.url} is damaged or truncated at byte {first:,}: {_REMEDY}")
