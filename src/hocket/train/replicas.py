@@ -226,7 +226,7 @@ class StackedReplicas(RowReplicas):
         engine: str | Callable[[Layout], Engine] = "auto",
         buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     ) -> None:
-        """``engine``: a name, or what gives an engine for a layout."""
+        """``engine``: a name, or a function from a layout to an engine."""
         template, make = optimizer_for(optimizer, list(model.parameters())), engine_of(engine, model, loss, cluster, autocast)
         super().__init__(model, template, strategy, cluster, make, clip, nonfinite, seed, buckets)
         momentum = self.strategy.exchanged == "momentum" and cluster.size > 1
