@@ -20,7 +20,7 @@ HELP = {
     "data": "digits, mnist, cifar10, cifar100, shakespeare, text:PATH (a file, folder or pattern), shards:URL or module:factory.",
     "model": f"mlp, cnn, resnet20, vgg11, gpt, gpt:{{{','.join(GPT_SIZES)}}}, hf:{{gpt2,config.json,FOLDER}} or module:factory.",
     "pretrained": "Start from these weights: a file of safetensors, or a folder that has some (such as Hugging Face's).",
-    "lora": "Train only adapters of this rank (hf: models; needs hocket[hf]); only they are exchanged.",
+    "lora": "Train adapters of this rank alone (hf: models; needs hocket[hf]): only they travel.",
     "optimizer": "sgd, adam, adamw, …: as in torch.optim; lars, lamb, muon (adamw for embeddings and vectors); sandblaster.",
     "lr": "Learning rate (default: 0.1; lars 1, lamb 0.003; of sandblaster's first step: 1).",
     "momentum": "Momentum of sgd and rmsprop, and of lars and muon (default: 0.9).",

@@ -65,7 +65,8 @@ class JobReplica(Hosted, ABC):
     ) -> Tensor:
         self.job.weight, self.job.samples = weights[0], self.samples
         loss = self._step(inputs[0], targets[0], keys[0], weights[0] if always else 1.0)
-        return torch.empty(0) if loss is None else loss.detach().view(1)
+        skipped = self.split is not None and self.split.skipped  # made without a pass, as in an elastic run: it has no loss
+        return torch.empty(0) if loss is None or skipped else loss.detach().view(1)
 
     @abstractmethod
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
