@@ -182,10 +182,11 @@ def shortened(text: str, most: int) -> str:
 def write(spec: Any) -> str:
     """A spec (a frozen dataclass with a ``name``) in the notation; defaults are left out, but for a leading number or word."""
     arguments, positional = [], True
-    for f in fields(spec):
+    named = [f for f in fields(spec) if not f.kw_only]
+    for f in named:
         value = getattr(spec, f.name)
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        leading = f is fields(spec)[0] and (is_number(value) or hasattr(spec, "spelled"))
+        leading = f is named[0] and (is_number(value) or hasattr(spec, "spelled"))
         if value == default and type(value) is type(default) and not leading:
             positional = False
             continue

@@ -217,7 +217,7 @@ def _spec(term: Term) -> Any:
         known = (*_KNOWN, "exchange")
         raise HocketError(f"Unknown method '{term.name}'{meant(term.name, known) or '.'} Known are {', '.join(sorted(_KNOWN))}.")
     kind = _KNOWN[term.name]
-    names = [f.name for f in fields(kind) if f.name != "precision"]
+    names = [f.name for f in fields(kind) if not f.kw_only]
     if ("=", True) in term.options:
         raise HocketError(f"{term.name}=…: write {term.name}(…) with its arguments in parentheses.")
     if len(term.arguments) > len(names):

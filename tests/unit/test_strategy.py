@@ -91,9 +91,15 @@ _compressions = st.one_of(
     _alone,
     st.builds(LowRank, _whole, _flags),
     st.builds(
-        DGC, _shares, st.integers(0, 10**9), st.floats(0, 0.999), st.none() | st.floats(1e-9, 1e9), st.none() | _second, _indices
+        DGC,
+        _shares,
+        st.integers(0, 10**9),
+        st.floats(0, 0.999),
+        st.none() | st.floats(1e-9, 1e9),
+        _indices,
+        precision=st.none() | _second,
     ),
-    st.builds(DeMo, st.integers(1, 4096), st.floats(0, 0.999), st.booleans(), st.none() | _second),
+    st.builds(DeMo, st.integers(1, 4096), st.floats(0, 0.999), st.booleans(), precision=st.none() | _second),
     st.builds(Chain, _selections, _second),
 )
 

@@ -62,7 +62,7 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="The folder of the data sets.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the study (default: study-NAME).")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed before.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat runs that failed before.")] = False,
     launcher: Annotated[str | None, typer.Option(help=f"{RAY}: trainings side by side on a Ray cluster that runs already.")] = None,
     **given: Any,
 ) -> None:

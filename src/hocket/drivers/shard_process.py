@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--most-bytes", type=int, default=1 << 28, help="the largest message")
     parser.add_argument("--stay", action="store_true", help="do not end when all workers have left")
     parser.add_argument("--child", action="store_true", help="end when standard input is closed, or the parent dies")
-    parser.add_argument("--record", type=Path, help="a file for all that happens to this shard, to replay the run")
+    parser.add_argument("--record", type=Path, help="a file for the events of this shard, to replay the run")
     return parser
 
 

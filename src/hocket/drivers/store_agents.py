@@ -2,10 +2,9 @@
 
 The supervisor and the agents talk through the store by which the processes of the job find each other: orders to an agent are
 numbered keys, and so are the lines that a process prints. An agent whose counter stands still is taken for dead, and its processes
-with it. An agent ends when the supervisor tells it to, or when the store is gone.
-
-Whoever can write into the store must not be able to start programs: orders name one of two modules, and are signed with a secret
-that only the processes of the job have: between machines it is made of the job's keys, on one machine it is a file of the user's.
+with it. An agent ends when the supervisor tells it to, or when the store is gone. A process that can write into the store must not
+be able to start programs: orders name one of two modules, and are signed with a secret that only the processes of the job have:
+between machines it is made of the job's keys, on one machine it is a file of the user's.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class Sandblaster:
         The run goes on without workers that die or are silent for ``liveness_timeout_s``; a coordinator or shard that is killed is
         started again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration``
         sees each iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
-        ``slowdown[i]`` times as long to compute (repeated over all), for experiments. ``record`` is a folder for recordings of all
-        that happens to the processes; :func:`hocket.sandblaster.replay.replay_nodes` replays them.
+        ``slowdown[i]`` times as long to compute (repeated over all), for experiments. ``record`` is a folder for recordings of the
+        events of the processes; :func:`hocket.sandblaster.replay.replay_nodes` replays them.
         """
         from hocket.sandblaster.launch import launch  # ZeroMQ is not needed before
 

@@ -1,4 +1,4 @@
-"""Saving and resuming a job: one entry per process, gathered whole, or merged from other workers."""
+"""What a job saves and goes on from: as one entry per process, gathered whole, or merged from other workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class JobState(JobView):
         return f"process {self.runtime.process if self.split is None else self.split.world.rank}"
 
     def own_state(self) -> dict[str, Any]:
-        """The :meth:`state_dict` without its tuple."""
+        """The same, not wrapped."""
         state = self.runtime.state_dict()
         state = state if self.split is None else self.split.described_state(state)
         return state if self.loaders is None else {**state, "loaders": self.loaders.state_dict()}
@@ -73,8 +73,8 @@ class JobState(JobView):
         states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
         stream = self.runtime.stream
         place, size = self.cluster.workers.start, self.cluster.size
-        jobs = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
-        if any(("samples" in job) != (stream is not None) for job in jobs):
+        told = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
+        if any(("samples" in job) != (stream is not None) for job in told):
             saved_by, here = ("a run that is not elastic", "is") if stream is not None else ("an elastic run", "is not")
             raise HocketError(
                 f"The states were saved by {saved_by}, but this run {here} elastic; give the same elastic= as when they were saved."
@@ -83,7 +83,7 @@ class JobState(JobView):
             if self.runtime.began is None:
                 return
             place, size = self.runtime.began
-            stream.go_on([job["samples"] for job in jobs])
+            stream.go_on([job["samples"] for job in told])
         if len(saved) == size:
             self.model.load_state_dict(saved[place]["model"])
             self.optimizer.load_state_dict(saved[place]["optimizer"])

@@ -65,7 +65,8 @@ class JobReplica(Hosted, ABC):
     ) -> Tensor:
         self.job.weight, self.job.samples = weights[0], self.samples
         loss = self._step(inputs[0], targets[0], keys[0], weights[0] if always else 1.0)
-        return torch.empty(0) if loss is None else loss.detach().view(1)
+        skipped = self.split is not None and self.split.skipped  # made without a pass, as in an elastic run: it has no loss
+        return torch.empty(0) if loss is None or skipped else loss.detach().view(1)
 
     @abstractmethod
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
@@ -231,7 +232,7 @@ class StackedReplicas(RowReplicas):
         engine: str | Callable[[Layout], Engine] = "auto",
         buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     ) -> None:
-        """``engine``: a name, or what gives an engine for a layout."""
+        """``engine``: a name, or a function from a layout to an engine."""
         template, make = optimizer_for(optimizer, list(model.parameters())), engine_of(engine, model, loss, cluster, autocast)
         super().__init__(model, template, strategy, cluster, make, clip, nonfinite, seed, buckets)
         momentum = self.strategy.exchanged == "momentum" and cluster.size > 1

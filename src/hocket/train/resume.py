@@ -201,7 +201,7 @@ class Resumption:
         training.go_on_after(states)
 
     def _done(self, facts: Mapping[str, Any]) -> str:
-        """A sentence on how the run resumed with other workers."""
+        """What was done to go on with other workers, in words."""
         before, now = facts["workers"], self.workers
         where = f"epoch {self.training.epoch + 1} " + (
             "goes on behind its last sample" if facts.get("within") else "begins at its first sample"

@@ -35,18 +35,16 @@ class MeshReplica(JobReplica):
         self.model = Facade(self.split)
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
-        """A step that was made without a pass, as in an elastic run, has no loss."""
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             if self.split.asynchronous:  # the whole step is made inside the pipe
-                loss = self.job.train(x, y)
-            else:
-                self.optimizer.zero_grad()
-                loss = self.job.backward(x, y)
-                self._scale(factor)
-                if self.clip is not None:
-                    self.job.clip(self.clip)
-                self.optimizer.step()
-        return None if self.split.skipped else loss
+                return self.job.train(x, y)
+            self.optimizer.zero_grad()
+            loss = self.job.backward(x, y)
+            self._scale(factor)
+            if self.clip is not None:
+                self.job.clip(self.clip)
+            self.optimizer.step()
+            return loss
 
     def drain(self) -> list[Tensor]:
         """Finish the mini-batches in an asynchronous pipe; returns their losses."""

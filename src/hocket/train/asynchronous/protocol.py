@@ -76,7 +76,7 @@ class AsyncProtocol(ABC):
         return []
 
     def rejoin(self, worker: int) -> Effects:
-        """The training was made longer: a worker that had left goes on."""
+        """The training was made longer: a worker that had left continues."""
         return []
 
     @property
