@@ -7,8 +7,10 @@
 The mini-batch of all workers together is fixed, as in arXiv:2503.09799, so that more workers have fewer samples each. Trainings of
 all lengths and numbers of workers at the first period and density, and two each at the other periods and densities, are fitted by
 `hocket.prediction.law`. Held out are trainings twice as long, with twice as many workers, and both; and others with a period, a
-density and both between those that are fitted. The published law says loss · M^β with β = 1.0923 · parameters^−0.2342 for `diloco(30)`; ours is
-the exponent of the workers that the same trainings give, with the floor left out, as there.
+density and both between those that are fitted.
+
+The published law says loss · M^β with β = 1.0923 · parameters^−0.2342 for `diloco(30)`; ours is the exponent of the workers that
+the same trainings give, with the floor left out, as there.
 """
 
 from __future__ import annotations
@@ -96,9 +98,8 @@ def table(law: Law, held: Sequence[Training]) -> str:
     for t in held:
         found = law.loss(t.steps, t.workers, t.period, t.density)
         inside = "yes" if found.low <= t.loss <= found.high else "no"
-        lines.append(
-            f"| {t.steps:,} | {t.workers} | {t.period} | {t.density:g} | {t.loss:.3f} | {found} | {found.loss / t.loss - 1:+.1%} | {inside} |"
-        )
+        asked = f"{t.steps:,} | {t.workers} | {t.period} | {t.density:g}"
+        lines.append(f"| {asked} | {t.loss:.3f} | {found} | {found.loss / t.loss - 1:+.1%} | {inside} |")
     return "\n".join(lines)
 
 
@@ -150,9 +151,9 @@ def main() -> None:
     run: dict[str, Any] = {"benchmark": "law", "model": options.model, "machine": steps.machine(), "fitted": [], "held_out": []}
     wanted = cases(options)
     found: dict[str, list[Training]] = {}
-    for kind, cases in wanted.items():
+    for kind, chosen in wanted.items():
         found[kind] = []
-        for case in cases:
+        for case in chosen:
             found[kind].append(known.get(case) or train(data, options, *case))
             run[kind] = [asdict(t) for t in found[kind]]
             if options.out is not None:
