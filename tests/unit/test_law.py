@@ -47,7 +47,7 @@ def test_periods_and_densities_need_few_trainings_more() -> None:
     """A grid of lengths and workers, and two trainings at each other period and density: what `benchmarks/law.py` makes."""
 
     def training(steps: int, workers: int, period: int = 30, density: float = 1.0, noise: float = 0.0) -> Training:
-        loss = 0.8 + 5 * steps**-0.3 * workers**0.06 * period**0.04 * density**-0.02
+        loss = 0.8 + 5 * steps**-0.3 * workers**0.06 * period**0.04 * (1 + (1 / density - 1) * period / steps) ** 0.3
         return Training(steps, loss * math.exp(noise), workers, period, density)
 
     def fitted(noise: float, seed: int = 0) -> list[Training]:
@@ -57,13 +57,13 @@ def test_periods_and_densities_need_few_trainings_more() -> None:
         return [training(*case, noise=draw.gauss(0, noise)) for case in cases]
 
     law = fit(fitted(0.0))
-    assert law.exponents == pytest.approx({"steps": -0.3, "workers": 0.06, "period": 0.04, "density": -0.02}, abs=1e-3)
+    assert law.exponents == pytest.approx({"steps": -0.3, "workers": 0.06, "period": 0.04, "density": 0.3}, abs=1e-3)
     assert law.floor == pytest.approx(0.8, abs=0.01)
     asked = training(7680, 16, 60, 0.03)
     assert law.loss(7680, 16, 60, 0.03).loss == pytest.approx(asked.loss, rel=1e-3)
-    found = [fit(fitted(0.01, seed)).loss(1920, 8, 60, 0.03) for seed in range(12)]
+    found = [fit(fitted(0.01, seed)).loss(1920, 8, 60, 0.03) for seed in range(6)]
     truth = training(1920, 8, 60, 0.03).loss
-    assert sum(f.low <= truth <= f.high for f in found) >= 10, "about nineteen of twenty intervals of two sigmas hold the truth"
+    assert sum(f.low <= truth <= f.high for f in found) >= 5, "about nineteen of twenty intervals of two sigmas hold the truth"
 
 
 def test_it_says_what_it_does_not_know() -> None:
