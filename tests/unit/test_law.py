@@ -43,6 +43,29 @@ def test_an_interval_holds_what_was_not_seen_and_grows_with_the_distance() -> No
     assert inside >= 10, "about nineteen of twenty intervals of two sigmas hold the truth"
 
 
+def test_periods_and_densities_need_few_trainings_more() -> None:
+    """A grid of lengths and workers, and two trainings at each other period and density: what `benchmarks/law.py` makes."""
+
+    def training(steps: int, workers: int, period: int = 30, density: float = 1.0, noise: float = 0.0) -> Training:
+        loss = 0.8 + 5 * steps**-0.3 * workers**0.06 * period**0.04 * (1 + (1 / density - 1) * period / steps) ** 0.3
+        return Training(steps, loss * math.exp(noise), workers, period, density)
+
+    def fitted(noise: float, seed: int = 0) -> list[Training]:
+        draw = random.Random(seed)
+        cases: list[tuple[int, int, int, float]] = [(t, n, 30, 1.0) for n in (1, 2, 4) for t in (240, 480, 960)]
+        cases += [(t, n, p, d) for p, d in ((10, 1.0), (120, 1.0), (30, 0.1), (30, 0.01)) for t, n in ((480, 4), (960, 2))]
+        return [training(*case, noise=draw.gauss(0, noise)) for case in cases]
+
+    law = fit(fitted(0.0))
+    assert law.exponents == pytest.approx({"steps": -0.3, "workers": 0.06, "period": 0.04, "density": 0.3}, abs=1e-3)
+    assert law.floor == pytest.approx(0.8, abs=0.01)
+    asked = training(7680, 16, 60, 0.03)
+    assert law.loss(7680, 16, 60, 0.03).loss == pytest.approx(asked.loss, rel=1e-3)
+    found = [fit(fitted(0.01, seed)).loss(1920, 8, 60, 0.03) for seed in range(6)]
+    truth = training(1920, 8, 60, 0.03).loss
+    assert sum(f.low <= truth <= f.high for f in found) >= 5, "about nineteen of twenty intervals of two sigmas hold the truth"
+
+
 def test_it_says_what_it_does_not_know() -> None:
     trainings = [Training(steps, 1 + steps**-0.5, 4) for steps in (10, 20, 40, 80)]
     with pytest.raises(HocketError, match=r"cannot predict workers = 8: all trainings had 4"):

@@ -7,7 +7,7 @@ none has ended.
 Beyond :data:`MOST` workers the bottleneck decides (the utilisation law, Denning 1978): with ``u`` seconds of the busiest server, or
 of its link, per worker and step, ``N`` workers need at least ``N·u`` for a step; otherwise a step goes on growing as it did between
 the last two sizes that were simulated. Where each worker's machine hosts a shard, or workers talk in pairs, more of them load no
-link more, and a step takes as long as the last.
+link more, and a step takes as long as the last. There disturbances average out over a long period, so that fewer workers tell it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from hocket.train.simulate import train_rows
 
 MOST, MOST_LINKS = 32, 256
 """Workers, and pairs of a worker and a shard, that are simulated one by one."""
+_STEPS = 4096
+"""Steps of all workers in an epoch that is simulated in place of more workers."""
 _SIDE = 64
 _ROUNDS = 8
 
@@ -41,13 +43,20 @@ def step_apart(strategy: Strategy, parameters: int, spec: ClusterSpec, workers: 
     few = max(4, min(MOST, MOST_LINKS // (shards if strategy.topology.has_servers else MOST // 4)))
     if workers <= few:
         return _simulated(strategy, parameters, spec, workers, step_s, seed)[0]
-    full, busy_s = _simulated(strategy, parameters, spec, few, step_s, seed)
     if not strategy.topology.has_servers:
-        return replace(full, workers=workers)
+        few = min(few, max(2, len(spec.slowdown), _STEPS // _rounds(strategy, step_s)))
+        return replace(_simulated(strategy, parameters, spec, few, step_s, seed)[0], workers=workers)
+    full, busy_s = _simulated(strategy, parameters, spec, few, step_s, seed)
     half, _ = _simulated(strategy, parameters, spec, few // 2, step_s, seed)
     growth = max(0.0, (full.step_s - half.step_s) / (few - few // 2))
     longer = max(growth * (workers - few), workers * busy_s - full.step_s)
     return replace(full, workers=workers, step_s=full.step_s + longer, transfer_s=full.transfer_s + longer)
+
+
+def _rounds(strategy: Strategy, step_s: float) -> int:
+    """Steps of each worker in an epoch: whole periods."""
+    period = strategy.sync.expected_period(step_s)
+    return -(-_ROUNDS // period) * period
 
 
 @lru_cache(256)
@@ -55,8 +64,7 @@ def _simulated(
     strategy: Strategy, parameters: int, spec: ClusterSpec, workers: int, step_s: float, seed: int
 ) -> tuple[Prediction, float]:
     """The prediction, and the seconds of the busiest server, or of its link, per worker and step."""
-    period = strategy.sync.expected_period(step_s)
-    rounds = -(-_ROUNDS // period) * period
+    rounds = _rounds(strategy, step_s)
     samples = torch.zeros(workers * rounds, _SIDE), torch.zeros(workers * rounds, dtype=torch.int64)
     data = DataSet("noise", samples, None, 2, identity)
     plan = TrainingPlan(3, 1, seed, evaluate=False, evaluate_last=False, worst=False)

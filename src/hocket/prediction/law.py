@@ -1,10 +1,11 @@
 """How the loss goes on: a law fitted to short trainings, for longer ones, more workers, longer periods and sparser messages.
 
-    L(t, N, p, d) = E + A · t^−a · N^b · p^c · d^−e
+    L(t, N, p, d) = E + A · t^−a · N^b · p^c · (1 + (1/d − 1)·p/t)^e
 
 ``t`` are steps, ``N`` workers, ``p`` steps between two exchanges, ``d`` the share of values that are sent; ``E ≥ 0`` is what no
 training gets below. (A power of the steps with a floor: Hestness 2017, arXiv:1712.00409. A power of the workers under local steps:
-the scaling law of DiLoCo, arXiv:2503.09799, ``loss · N^β``.) What does not vary among the trainings gets no exponent.
+the scaling law of DiLoCo, arXiv:2503.09799, ``loss · N^β``. With error feedback a value waits for ``1/d`` exchanges or so, which
+counts the less the longer the training is: Stich 2020, arXiv:1909.05350.) What does not vary among the trainings gets no exponent.
 
 *Fit*: for each of many ``E`` the logarithms make it linear; the ``E`` whose fit has the smallest squared error of ``log L`` is
 taken. *Error*: the law is fitted again without each training in turn (the jackknife, Quenouille 1956). An interval is twice the
@@ -41,7 +42,9 @@ class Training:
     density: float = 1.0
 
     def logs(self) -> list[float]:
-        return [math.log(getattr(self, name)) for name in NAMES]
+        """What the exponents belong to, in the order of :data:`NAMES`."""
+        waiting = (1 / self.density - 1) * self.period / self.steps
+        return [math.log(self.steps), math.log(self.workers), math.log(self.period), math.log1p(waiting)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Extrapolation:
 
 @dataclass(frozen=True)
 class Law:
-    """The fitted law; ``exponents[name]`` belongs to ``log name``."""
+    """The fitted law; ``exponents[name]`` belongs to :meth:`Training.logs`."""
 
     floor: float
     scale: float
@@ -91,7 +94,8 @@ class Law:
         return Extrapolation(found, found * math.exp(-width), found * math.exp(width))
 
     def __str__(self) -> str:
-        powers = " · ".join(f"{name}^{power:+.3g}" for name, power in self.exponents.items())
+        bases = {"density": "(1 + (1/density − 1)·period/steps)"}
+        powers = " · ".join(f"{bases.get(name, name)}^{power:+.3g}" for name, power in self.exponents.items())
         return f"{self.floor:.3g} + {self.scale:.3g} · {powers} (± {2 * self.residual:.1%} on {len(self.trainings)} trainings)"
 
 

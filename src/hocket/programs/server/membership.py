@@ -204,6 +204,8 @@ class Membership(Service):
         if not self._strategy.sync.static_partition:
             return self.pushed
         done = self.shard.done
+        if done.keys() == self.members.keys():
+            return sum(done.values())
         floor = min(done.values()) if done else max(m.reached for m in self.members.values())
         # A worker that has ended has done all that it had; one that is away may have missed what the others did.
         return sum(done.get(w, m.reached if m.ended else max(m.reached, floor)) for w, m in self.members.items())

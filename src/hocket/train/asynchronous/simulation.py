@@ -180,14 +180,16 @@ class AsyncSimulation(EpochLoop):
     # --- epochs --------------------------------------------------------------------------------------------------------------
 
     def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
-        seen = self.step
+        seen, progress = self.step, self.protocol.progress
         before = self._epochs_here * self.batches.per_epoch
         enough = min(before + self.batches.per_epoch, len(self.batches))
-        while self.protocol.progress < enough:
+        while progress < enough:
             if not self.simulation.step():
                 raise RuntimeError("No worker has anything left to do before the end of the training: please report this.")
-            if self.step > seen:
-                seen = self.step
+            progress = self.protocol.progress
+            step = self.batches.begun + progress // self.cluster.size
+            if step > seen:
+                seen = step
                 self._watch_step(watch)
         entry = self._close()
         # The losses of as many mini-batches as the epoch has, in order of computing; on slow links some were computed long before.
