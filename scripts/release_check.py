@@ -154,9 +154,9 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "build", "-o", built, ROOT], check=True, stdout=subprocess.DEVNULL)
             files = sorted(built.iterdir(), reverse=True)
         good = True
-        for python in options.python or [sys.executable]:
+        for place, python in enumerate(options.python or [sys.executable]):
             for number, file in enumerate(files):
-                folder = Path(temporary) / f"{Path(python).name}-{number}"
+                folder = Path(temporary) / f"{place}-{number}"
                 folder.mkdir()
                 here = attempt(python, file, folder, not options.no_torch, options.extras)
                 good = report(f"{file.name}, {here.run('python', '--version').stdout.strip()}", here) and good
