@@ -105,6 +105,12 @@ class Sync(ABC):
         """With servers: of how many workers an update takes pushes, where workers do not wait for each other."""
         return 1
 
+    @property
+    def push_average(self) -> tuple[bool, bool, float]:
+        """How the pushes of a quorum are averaged: whether by their steps, whether their directions; and for how many seconds it
+        waits for more of them."""
+        return False, False, 0.0
+
     def meets(self, steps: int, seconds: float) -> bool:
         """With ``averages_weights``: whether a worker calls the others, so long after the last mean; at ``period`` it must."""
         return False
