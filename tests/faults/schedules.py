@@ -17,6 +17,7 @@ STRATEGIES = (
     "downpour(2, 3) + server(2)",
     "asyncdiloco(2, 1, 0, 1) + server(2)",
     "asyncdiloco(2, 1, 0, 1, quorum=2) + server(2)",
+    "asyncdiloco(2, 1, 0, 1, grace=0.5, weights=steps) + server(2)",
     "stale(2) + server(2)",
     "async + server(2) + topk(0.2)",
     "async + gossip",

@@ -309,7 +309,9 @@ class ServerRun:
         counts = torch.cat(server.shard.weights).view(self.size, self.columns)
         together = self.strategy.sync.max_staleness == 0
         wrong = (counts != 0) & (counts != 1)
-        if self.strategy.sync.push_quorum > 1:  # a mean of several workers' pushes holds a part of each
+        if (
+            self.strategy.sync.push_quorum > 1 or self.strategy.sync.push_average[2]
+        ):  # a mean of several workers' pushes holds a part of each
             wrong = (counts < 0) | (counts > 1)
         if not together and bool(wrong.any()):
             worker, step = (int(n) for n in wrong.nonzero()[0])

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from browser.study import MORE, TEN, free_runs, hundred_runs, one_facet, ten_runs, write_run, write_study
+from hocket.cli.display import legend, study_tables
 from hocket.errors import HocketError
 from hocket.report import Report, build, charts
 from hocket.report.charts import styles
@@ -381,6 +382,22 @@ def test_text_and_runs_without_an_accuracy_are_compared_by_test_loss(tmp_path: P
     names = charts.draw(report.rows)
     assert {name.rsplit("-", 1)[1] for name in names} == {"loss.png", "frontier.png", "bars.png"}
     assert all(charts.ours(name) for name in names)
+
+
+def test_rows_of_several_optimizers_name_theirs_and_so_does_the_baseline(tmp_path: Path) -> None:
+    """A table without a clock has no columns of seconds."""
+    for optimizer, loss in (("adamw", 2.0), ("muon", 1.0)):
+        for strategy, sent in ((BASELINE, 1000), (f"diloco(4) + {optimizer}", 10)):
+            lines = [{**found, "seconds": None, "compute_s": None} for found in losing(loss, sent=sent)]
+            write_run(tmp_path / f"{optimizer}{sent}", strategy, lines, optimizer=optimizer, epochs=1)
+    report = build([tmp_path], tmp_path, png=False)
+    assert {row.label for row in report.rows} == {
+        f"{strategy} · optimizer {name}" for name in ("adamw", "muon") for strategy in (BASELINE, f"diloco(4) + {name}")
+    }
+    assert "Least traffic within 1 % of bulk + allreduce · optimizer muon: diloco(4) + muon" in " ".join(report.answers)
+    (table,) = study_tables(report.rows)
+    assert [str(column.header) for column in table.columns] == ["strategy", "test\nloss", "perplexity", "MB", "fewer\nbytes"]
+    assert "seconds" not in legend(report.rows)
 
 
 def test_where_there_is_an_accuracy_it_is_compared_and_the_test_loss_is_a_column(tmp_path: Path) -> None:

@@ -286,3 +286,36 @@ def test_a_quorum_makes_one_step_with_the_mean_of_its_pushes() -> None:
     again.load_state_dict(saved)
     again.push(0, 6, [gradient(4)], [1.0])
     torch.testing.assert_close(again.weights[0], expected + gradient(3) - (gradient(3) + gradient(4)) / 2)
+
+
+def test_a_quorum_may_be_weighed_by_steps_and_by_direction_and_wait_for_more() -> None:
+    """Three pushes, one of which holds two periods: the formula; with grace the shard waits until it is told, or all are there."""
+    spec = OptimizerSpec("delayednesterov", ({"lr": 1.0, "momentum": 0.0, "delay": 1},))
+    two, other, third = gradient(0) + gradient(1), gradient(2), gradient(3)
+
+    def unit(push: Tensor) -> Tensor:
+        return push / push.norm()
+
+    directions = (2 * unit(two) + unit(other)) / 3 * (2 * two.norm() + other.norm()) / 3
+    for settings, mean in (
+        ({"weights": "steps"}, (2 * two + other) / 3),
+        ({"direction": True}, (unit(two) + unit(other)) / 2 * (two.norm() + other.norm()) / 2),
+        ({"weights": "steps", "direction": True}, directions),
+        ({"weights": "steps", "direction": True, "grace": 1.0}, directions),
+    ):
+        sync = AsyncDiLoCo(2, 1.0, 0.0, quorum=2, **settings)
+        shard = ParameterShard([START.clone()], [0], spec, sync, range(3))
+        for worker, step, push in ((0, 2, gradient(0)), (0, 4, gradient(1)), (2, 2, other)):
+            assert not shard.has_quorum
+            shard.push(worker, step, [push], [1.0])
+        assert shard.has_quorum == ("grace" in settings)
+        again = ParameterShard([START.clone()], [0], spec, sync, range(3))
+        again.load_state_dict(shard.state_dict())
+        for one in (shard, again):
+            assert torch.equal(one.weights[0], START) == one.has_quorum
+            one.end_grace()
+            torch.testing.assert_close(one.weights[0], START - mean)
+    for worker, push in enumerate((two, other, third)):
+        shard.push(worker, 6, [push], [1.0])
+    assert not shard.has_quorum, "all who are here have pushed"
+    assert shard.version == 2

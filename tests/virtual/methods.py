@@ -32,7 +32,7 @@ FREE = (
     "bulk + server(2)",
     "bulk + server(fetch=bf16)",
     "asyncdiloco(2)",
-    "asyncdiloco(3, 0.9, 0.5, delay=2, quorum=2) + server(2)",
+    "asyncdiloco(3, 0.9, 0.5, delay=2, quorum=2, grace=0.01, weights=steps, direction=True) + server(2)",
     "stale(3)",
     "aedit(0.05)",
     "aedit(0.1, 1.0, 0.5, guard=None) + server(2)",

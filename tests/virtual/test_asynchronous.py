@@ -464,6 +464,21 @@ def test_the_momentum_of_an_outer_optimiser_changes_with_one_push_of_each_worker
     assert not torch.equal(found, other)
 
 
+def test_a_quorum_of_one_whose_grace_is_long_waits_for_all() -> None:
+    """And one that is short does not: the slow worker's pushes come later than the grace ends."""
+    spec = ClusterSpec(step_s=1.0, slowdown=(1, 1, 1, 3))
+    texts = ("quorum=4", "grace=1000, delay=1", "grace=0.5, delay=1", "delay=1")
+    all_, waits, little, none = (_training(f"asyncdiloco(2, {text})", spec=spec, epochs=3) for text in texts)
+    versions = []
+    for training in (all_, waits, little, none):
+        list(training.run())
+        shard = _servers(training).servers[0].shard
+        assert shard is not None
+        versions.append(shard.version)
+    assert all(torch.equal(a, b) for a, b in zip(_global(all_), _global(waits), strict=True))
+    assert versions[0] == versions[1] < versions[2] < versions[3]
+
+
 # --- meetings --------------------------------------------------------------------------------------------------------------
 
 

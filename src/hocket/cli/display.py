@@ -37,7 +37,7 @@ class StudyDisplay(Watch):
         self._begun, self._done, self._before = time.monotonic(), 0.0, 0.0
         self._whole = sum(_cost(r) for r in study.runs)
         settings = [r.settings.by_name() for r in study.runs]
-        self._several = {name for name in ("workers", "seed") if len({given[name] for given in settings}) > 1}
+        self._several = {name for name in ("workers", "seed", "optimizer") if len({given[name] for given in settings}) > 1}
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> StudyDisplay:
@@ -93,7 +93,8 @@ class StudyDisplay(Watch):
 
     def _name(self, planned: Planned) -> str:
         settings = planned.settings
-        more = [f"{settings.workers.count} workers"] * ("workers" in self._several)
+        more = [f"optimizer {settings.optimizer.name}"] * ("optimizer" in self._several)
+        more += [f"{settings.workers.count} workers"] * ("workers" in self._several)
         more += [f"seed {settings.seed}"] * ("seed" in self._several)
         return ", ".join([str(settings.resolved), *more])
 
@@ -164,9 +165,10 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
         here = [row for row in rows if row.facet == facet]
         seeds = max(len(row.seeds) for row in here)
         epochs = max(row.epochs for row in here)
-        quality = PERPLEXITY if facet.by_loss else ACCURACY
+        timed = any(row.compute for row in here)
+        quality = PERPLEXITY[: None if timed else -1] if facet.by_loss else ACCURACY
         how_long = f"{epochs} epoch{'s' * (epochs != 1)}"
-        table = results_table(f"{facet}, {how_long}{f', means of {seeds} seeds' if seeds > 1 else ''}", quality)
+        table = results_table(f"{facet}, {how_long}{f', means of {seeds} seeds' if seeds > 1 else ''}", quality, timed)
         for row in here:
             if not row.ranked:
                 table.add_row(escape(row.label), row.state, style="dim")
@@ -175,20 +177,27 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
             found["tokens/s"] = row.tokens_per_s
             figures = {name: f.mean if f else None for name, f in found.items()}
             sent, *parts = (f.mean if f else None for f in (row.bytes_sent, row.compute, row.wait, row.transfer))
-            add_result(table, row.label, {name: figures[name] for name in quality}, parts, sent or 0.0, row.times_fewer)
+            add_result(table, row.label, {name: figures[name] for name in quality}, parts * timed, sent or 0.0, row.times_fewer)
         tables.append(table)
     return tables
 
 
 ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity", "tokens/s")
 """The columns of how good models are; the second ones of text (how fast they learn, too), or where there is no accuracy."""
-LEGEND = (
-    "accuracy, test loss: of the mean of all workers' models; worst: accuracy of the worst worker's own model. "
-    "compute, wait, transfer: seconds, means over workers. "
-    "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
-)
-SPEED_LEGEND = " tokens/s: of all workers together (of virtual workers: predicted)."
-"""Where there is text."""
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the columns of these rows' tables are."""
+    timed = any(row.compute for row in rows)
+    parts = [
+        "accuracy, test loss: of the mean of all workers' models; worst: accuracy of the worst worker's own model. "
+        * (not all(row.facet.by_loss for row in rows)),
+        "test loss, perplexity: of the mean of all workers' models. " * any(row.facet.by_loss for row in rows),
+        "compute, wait, transfer: seconds, means over workers. " * timed,
+        "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce with the same optimiser.",
+        " tokens/s: of all workers together (of virtual workers: predicted)." * (timed and any(row.facet.by_loss for row in rows)),
+    ]
+    return "".join(parts)
 
 
 def predicted_for(settings: RunSettings) -> str:
@@ -253,11 +262,11 @@ def outer_table(label: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
-def results_table(title: str, quality: Sequence[str]) -> Table:
-    """An empty table of results; ``quality`` are its columns of how good models are."""
+def results_table(title: str, quality: Sequence[str], timed: bool = True) -> Table:
+    """An empty table of results; ``quality`` are its columns of how good models are; ``timed``: it has seconds."""
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=12)
-    for column in (*quality, "compute", "wait", "transfer", "MB", "fewer bytes"):
+    for column in (*quality, *("compute", "wait", "transfer") * timed, "MB", "fewer bytes"):
         table.add_column(column.replace(" ", "\n").replace("/", "\n/"), justify="right", no_wrap=True)
     return table
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hocket.cli.display import LEGEND, SPEED_LEGEND, StudyDisplay, outer_table, plain_notes, study_tables
+from hocket.cli.display import StudyDisplay, legend, outer_table, plain_notes, study_tables
 from hocket.cli.launchers import RAY, check_launcher, refuse_launched
 from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
@@ -157,7 +157,7 @@ def show(places: Sequence[Path], out: Path, title: str | None = None) -> Report:
             console.print(f"[bold]failed[/bold] {escape(row.label)}: {escape(row.reason)}")
     for row, found in swept(report.rows, "outer"):
         console.print(outer_table(row.label, found))
-    console.print(LEGEND + SPEED_LEGEND * any(row.facet.by_loss for row in report.rows), style="dim")
+    console.print(legend(report.rows), style="dim")
     for facet, answers in report.by_facet.items():
         if len(report.by_facet) > 1:
             console.print(f"[bold]{escape(str(facet))}[/bold]")

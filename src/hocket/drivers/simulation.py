@@ -6,7 +6,7 @@ run, bit for bit.
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,10 +78,11 @@ class Simulation:
     """Nodes, the queue of events and the time ``now``.
 
     ``on_effect`` gets the effects that are neither messages nor timers, ``on_call`` the driver's own events, and ``on_idle`` hears
-    of every node that has handled an event. With ``timers=False`` no timer runs: on a network that loses nothing they do nothing.
+    of every node that has handled an event. With ``timers=False`` no timer runs, or those alone whose names are given: on a network
+    that loses nothing most do nothing.
     """
 
-    def __init__(self, network: Network, timers: bool = True) -> None:
+    def __init__(self, network: Network, timers: bool | Collection[str] = True) -> None:
         self.network, self.timers = network, timers
         self.now = 0.0
         self.nodes: dict[Key, Node] = {}
@@ -117,7 +118,7 @@ class Simulation:
             if isinstance(effect, Send):
                 self._send(key, node, effect)
             elif isinstance(effect, SetTimer):
-                if self.timers:
+                if self.timers is True or (self.timers and effect.name in self.timers):
                     number = self.order + 1
                     node.timers[effect.name] = number
                     self.put(effect.at - node.clock_offset_s, Alarm(key, node.identity, effect.name, number))
@@ -162,6 +163,15 @@ class Simulation:
             self.carry_out(key, node.program.timer(event.name, self.time(key)))
             self.on_idle(key)
         return True
+
+    def resume(self, queue: list[tuple[float, int, Event]]) -> None:
+        """Go on with these events; timers among them run on."""
+        self.queue = queue
+        for node in self.nodes.values():
+            node.timers.clear()
+        for _, _, event in queue:
+            if isinstance(event, Alarm):
+                self.nodes[event.node].timers[event.name] = event.number
 
     def time(self, key: Key) -> float:
         """What a node's clock shows."""

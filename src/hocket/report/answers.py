@@ -145,8 +145,8 @@ def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: flo
 
 
 def _called(base: Row) -> str:
-    """``bulk + allreduce``, with the mesh where there is none of models that are not split."""
-    return f"{BASELINE} on {base.mesh}" if base.mesh else BASELINE
+    """``bulk + allreduce``, with its mesh where all models are split, and with what sets it apart from others of the name."""
+    return base.label
 
 
 def _predicted(facet: Facet) -> str:

@@ -138,7 +138,7 @@ def _epochs(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
             linewidth=2.4 if row.plain else 1.4 if row in named else 0.7,
             **_look(looks[row.label], row in named),
         )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     return _finish(figure, axes, len(drawn) - len(named))
 
 

@@ -355,27 +355,33 @@ def _apart(rows: list[Row]) -> list[Row]:
 
 def _labelled(rows: list[Row]) -> list[Row]:
     alike: dict[tuple[Facet, str], list[Row]] = defaultdict(list)
+    optimizers: dict[Facet, set[Any]] = defaultdict(set)
     for row in rows:
         alike[row.facet, row.label].append(row)
+        optimizers[row.facet].add(row.settings.get("optimizer"))
     labelled = []
-    for group in alike.values():
-        names = [_differences(row, [other for other in group if other.state == row.state]) for row in group]
+    for (facet, _), group in alike.items():
+        always = ("optimizer",) * (len(optimizers[facet]) > 1)  # otherwise nobody knows which bulk a row is to be compared with
+        if len(group) == 1:
+            names = [f"{name} {group[0].settings[name]}" for name in always if group[0].settings.get(name)] or [""]
+        else:
+            names = [_differences(row, [other for other in group if other.state == row.state], always) for row in group]
         for place, (row, extra) in enumerate(zip(group, names, strict=True)):
             if names.count(extra) > 1:
                 extra = f"{extra}, no. {names[: place + 1].count(extra)}".removeprefix(", ")
-            labelled.append(replace(row, label=f"{row.label} · {extra}") if extra and len(group) > 1 else row)
+            labelled.append(replace(row, label=f"{row.label} · {extra}") if extra else row)
     return labelled
 
 
-def _differences(row: Row, group: list[Row]) -> str:
-    """How a row differs from the others of its strategy and state, in a few words."""
+def _differences(row: Row, group: list[Row], always: Sequence[str] = ()) -> str:
+    """How a row differs from the others of its strategy and state, in a few words; ``always``: settings that are named anyway."""
     parts = [row.state] if row.state != FINISHED else []
     if len({r.lr for r in group}) > 1:
         parts.append(f"rate {lr_text(row.lr)}")
     names = sorted(set.intersection(*(set(r.settings) for r in group)) - NOT_CONFIGURATION - {"lr", "strategy"})
     for name in names:
         value, values = row.settings[name], {json.dumps(r.settings[name], sort_keys=True, default=str) for r in group}
-        if len(values) > 1 and value is not None and not isinstance(value, dict | list):
+        if (len(values) > 1 or name in always) and value is not None and not isinstance(value, dict | list):
             parts.append(f"{name} {value}")
     if len({r.study for r in group}) > 1:
         parts.append(row.study or "no study")

@@ -105,6 +105,12 @@ class Sync(ABC):
         """With servers and workers that do not wait for each other: how many workers' pushes make one update."""
         return 1
 
+    @property
+    def push_average(self) -> tuple[bool, bool, float]:
+        """How the pushes of a quorum are averaged: whether by their steps, whether their directions; and for how many seconds it
+        waits for more of them."""
+        return False, False, 0.0
+
     def meets(self, steps: int, seconds: float) -> bool:
         """With ``averages_weights``: whether a worker calls the others, so long after the last mean; at ``period`` it must."""
         return False

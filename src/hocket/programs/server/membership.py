@@ -25,6 +25,8 @@ _MAX_WORKERS = 1 << 14
 """The most workers of a job; a shard holds memory for each."""
 _FIRST_TIMEOUT_S = 60.0
 """How long a worker that has never connected is waited for."""
+GRACE = "grace"
+"""The timer of a quorum whose shard waits for more pushes."""
 
 
 class Membership(Service):
@@ -54,6 +56,7 @@ class Membership(Service):
         self._strategy = Strategy()
         self._copy: tuple[int, tuple[Tensor, ...]] | None = None
         self._checked = self._saved = 0.0
+        self._grace_until: float | None = None
         self._final = -1  # the version of the weights that were saved as the final ones
 
     # --- who comes and goes --------------------------------------------------------------------------------------------------
@@ -173,6 +176,21 @@ class Membership(Service):
         if self.dispatcher is not None:
             self.dispatcher.give_back(message.sender, lost=False)
         self._look_at_epoch()
+
+    # --- a quorum ------------------------------------------------------------------------------------------------------------
+
+    def _wait_for_more(self) -> None:
+        """Where pushes of enough workers wait, begin the grace for the others."""
+        if self.shard is None or not self.shard.has_quorum:
+            self._grace_until = None
+        elif self._grace_until is None:
+            self._grace_until = self.now + self._strategy.sync.push_average[2]
+            self._set_timer(GRACE, self._grace_until)
+
+    def _end_grace(self) -> None:
+        if self.shard is not None and self._grace_until is not None and self.now >= self._grace_until:
+            self.shard.end_grace()
+            self._grace_until = None
 
     def _say(self, text: str) -> None:
         if self.place == 0:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hocket.programs.account import MAX_STALENESS
 from hocket.programs.server.optimizer_spec import OptimizerSpec, load_rows
+from hocket.programs.server.quorum import quorum_mean
 from hocket.sync.base import Sync
 
 _MEAN_SQUARE, _EPS = 0.95, 1e-7
@@ -67,6 +68,12 @@ class Shard(ABC):
     def skip(self, worker: int) -> None:  # noqa: B027 - only meetings wait for pushes of all
         """A worker has long been waiting for another shard: this shard does not wait for it."""
 
+    has_quorum = False
+    """Whether pushes of enough workers wait, and more are waited for."""
+
+    def end_grace(self) -> None:  # noqa: B027 - most shards wait for no more pushes
+        """No more pushes are waited for."""
+
     @property
     def slowest(self) -> int:
         """How many steps the slowest worker that is here has pushed."""
@@ -114,6 +121,9 @@ class ParameterShard(Shard):
         self.together = sync.max_staleness == 0
         self._given: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, list[Tensor]]] = {}
+        self._collected: Counter[int] = Counter()
+        """How many steps the pushes of each worker hold that waits for a quorum."""
+        self._by_steps, self._direction, self._grace_s = sync.push_average
         self._lrs: Sequence[float] = ()
         self._options = optimizer.changed([])
         self._compensation, self._strength = sync.delay_compensation
@@ -125,7 +135,7 @@ class ParameterShard(Shard):
     def push(self, worker: int, step: int, tensors: Sequence[Tensor], lrs: Sequence[float], seen: int | None = None) -> bool:
         if step <= self.done.setdefault(worker, 0):
             return False
-        self.done[worker] = step
+        steps, self.done[worker] = step - self.done[worker], step
         if self.together:
             self._complete(worker, step)
             self._waiting[worker] = step, list(tensors)
@@ -135,7 +145,8 @@ class ParameterShard(Shard):
         # After a restart from a snapshot a worker may have seen more than this shard remembers.
         staleness = max(self.version - (self._given.get(worker, 0) if seen is None else seen), 0)
         self.staleness[min(staleness, MAX_STALENESS)] += 1
-        if self.sync.push_quorum > 1:
+        if self.sync.push_quorum > 1 or self._grace_s:
+            self._collected[worker] += steps
             _, earlier = self._waiting.get(worker, (0, tensors))
             self._waiting[worker] = (
                 step,
@@ -186,10 +197,18 @@ class ParameterShard(Shard):
         if self.together:
             self._step_up_to(self.slowest)
 
-    def _step_with_quorum(self) -> None:
+    def _step_with_quorum(self, grace_ended: bool = False) -> None:
         """One step with the mean of the pushes that wait, once so many workers have pushed, or all that are here have."""
-        if not self.together and len(self._waiting) >= min(self.sync.push_quorum, len(self.done)):
+        waits = self.has_quorum and not grace_ended and len(self._waiting) < len(self.done)
+        if not self.together and not waits and len(self._waiting) >= min(self.sync.push_quorum, len(self.done)):
             self._step_up_to(max((step for step, _ in self._waiting.values()), default=0))
+
+    @property
+    def has_quorum(self) -> bool:  # type: ignore[override]
+        return self._grace_s > 0 and len(self._waiting) >= self.sync.push_quorum
+
+    def end_grace(self) -> None:
+        self._step_with_quorum(grace_ended=True)
 
     def _complete(self, worker: int, step: int) -> None:
         """A worker is at ``step``, so all pushes of earlier steps were made; those that are missing here were lost in a restart."""
@@ -201,17 +220,26 @@ class ParameterShard(Shard):
         order = sorted(worker for worker, (step, _) in self._waiting.items() if step <= last)
         if not order:
             return
+        means = self._mean(order)
+        for worker in order:
+            del self._waiting[worker]
+            self._collected.pop(worker, None)
+        if self.together:
+            self.staleness[0] += len(order)
+        self._step(means, self._lrs)
+
+    def _mean(self, order: Sequence[int]) -> list[Tensor]:
+        """The mean of what waits of these workers."""
+        if self._by_steps or self._direction:
+            weights = [self._collected[worker] if self._by_steps else 1 for worker in order]
+            return quorum_mean([self._waiting[worker][1] for worker in order], weights, self._direction)
         means = [g.clone() for g in self._waiting[order[0]][1]]
         for worker in order[1:]:
             for mean, gradient in zip(means, self._waiting[worker][1], strict=True):
                 mean += gradient
         for mean in means:
             mean /= len(order)
-        for worker in order:
-            del self._waiting[worker]
-        if self.together:
-            self.staleness[0] += len(order)
-        self._step(means, self._lrs)
+        return means
 
     def _step(self, gradients: Sequence[Tensor], lrs: Sequence[float]) -> None:
         for group, lr, options in zip(self.optimizer.param_groups, lrs, self._options, strict=True):
@@ -246,6 +274,7 @@ class ParameterShard(Shard):
 
     def state_dict(self) -> dict[str, Any]:
         own = {"optimizer": self.optimizer.state_dict(), "given": self._given, "waiting": self._waiting, "lrs": list(self._lrs)}
+        own |= {"collected": dict(self._collected)} if self._by_steps else {}
         own |= {"options": self._options, "then": self._then, "squares": self._squares}
         return {**super().state_dict(), **copy.deepcopy(own)}
 
@@ -255,7 +284,7 @@ class ParameterShard(Shard):
         self.optimizer.load_state_dict(state["optimizer"])
         self._given, self._waiting, self._lrs = dict(state["given"]), dict(state["waiting"]), state["lrs"]
         self._then, self._squares = dict(state["then"]), state["squares"]
-        self._options = state.get("options", self._options)
+        self._options, self._collected = state.get("options", self._options), Counter(state.get("collected", {}))
 
 
 class AveragingShard(Shard):

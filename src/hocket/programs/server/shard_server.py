@@ -37,7 +37,7 @@ from hocket.files import unlike
 from hocket.programs.account import checked
 from hocket.programs.base import Address, Finished, Rejected, event, whole
 from hocket.programs.server.members import Member, Request, SnapshotRequest
-from hocket.programs.server.membership import Membership
+from hocket.programs.server.membership import GRACE, Membership
 from hocket.programs.server.shard import Shard
 from hocket.programs.server.wire import (
     FETCH,
@@ -71,6 +71,7 @@ class ShardServer(Membership):
         self._checked = self._saved = now
         if state is not None:
             self.load_state_dict(state)
+            self._grace_until = None  # by the clock of another process
             for member in self.members.values():
                 member.incarnation, member.request, member.seen = b"", None, now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
@@ -85,11 +86,15 @@ class ShardServer(Membership):
             Kind.ORDER: self._order,
         }
         self._serve(sender, message, handlers)
+        self._wait_for_more()
         self._release()
 
     def on_timer(self, name: str) -> None:
         """Give up silent workers, send WAIT to waiting ones, and take snapshots when they are due."""
         now = self.now
+        if name == GRACE:
+            self._end_grace()
+            return
         suspended_s, self._checked = max(now - self._checked - 1.0, 0.0), now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
         if self.shard is None:
@@ -101,6 +106,7 @@ class ShardServer(Membership):
                 request.notified = now
                 behind = {"behind": self._behind(worker, request)} if now - request.since > _LATE_S else {}
                 self._send(request.peer, Envelope(Kind.WAIT, self.place, number=request.number, metadata=behind))
+        self._wait_for_more()
         self._release()
         if self.snapshot_s > 0 and now - self._saved >= self.snapshot_s:
             self._save()
@@ -272,6 +278,7 @@ class ShardServer(Membership):
             "members": members,
             "dispatcher": None if self.dispatcher is None else self.dispatcher.state_dict(),
             "counters": [self.pushed, self.lost, self.epochs.done],
+            "grace_until": self._grace_until,
         }
 
     def end_state(self) -> dict[str, Any]:
@@ -291,3 +298,4 @@ class ShardServer(Membership):
         if self.dispatcher is not None and state["dispatcher"] is not None:
             self.dispatcher.load_state_dict(state["dispatcher"])
         self.pushed, self.lost, self.epochs.done = state["counters"]
+        self._grace_until = state.get("grace_until")

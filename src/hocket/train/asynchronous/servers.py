@@ -11,6 +11,7 @@ from torch import Tensor
 from hocket.cluster.spec import ClusterSpec
 from hocket.data.batches import BatchSequence
 from hocket.programs.base import Effects
+from hocket.programs.server.membership import GRACE
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
@@ -29,6 +30,7 @@ class ServerProtocol(AsyncProtocol):
         shards = strategy.topology.num_shards(workers)
         own_links = strategy.topology.has_servers and not spec.servers_on_workers
         super().__init__(replicas, spec, batches, workers + shards * own_links)
+        self.simulation.timers = (GRACE,)
         self.optimizer = shard_optimizer(strategy, replicas.optimizer)
         self.servers = [ShardServer(s) for s in range(shards)]
         options: dict[str, Any] = {"give_up_s": float("inf"), "total": len(batches), "per_epoch": batches.per_epoch}

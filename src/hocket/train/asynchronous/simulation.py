@@ -282,7 +282,7 @@ class AsyncSimulation(EpochLoop):
         self.simulation.now, self.simulation.order, self._epoch_begun = state["clock"]
         self.protocol.load_state_dict(state["protocol"])
         self.protocol.links.load_state_dict(state["links"])
-        self.simulation.queue = [(float(when), int(number), _event(plain)) for when, number, plain in state["queue"]]
+        self.simulation.resume([(float(when), int(number), _event(plain)) for when, number, plain in state["queue"]])
         self.phases, self._begun, self._numbers = list(state["phases"]), list(state["begun"]), list(state["numbers"])
         self._computing, self._compute_s = list(state["computing"]), list(state["compute_s"])
         self._losses, self._before = list(state["losses"]), dict(state["before"])
@@ -300,15 +300,18 @@ class AsyncSimulation(EpochLoop):
 def _plain_event(event: Delivery | Alarm | Call) -> list[Any]:
     if isinstance(event, Call):
         return ["call", event.name, event.node]
-    assert isinstance(event, Delivery), "on a network that loses nothing no timer runs"
+    if isinstance(event, Alarm):
+        return ["alarm", list(event.node), event.identity.hex(), event.name, event.number]
     sender = event.sender.hex() if isinstance(event.sender, bytes) else event.sender
     ends = [list(event.source), event.source_identity.hex(), list(event.target), event.target_identity.hex()]
     return ["delivery", *ends, sender, to_plain(event.message)]
 
 
-def _event(plain: list[Any]) -> Delivery | Call:
+def _event(plain: list[Any]) -> Delivery | Alarm | Call:
     if plain[0] == "call":
         return Call(plain[1], plain[2])
+    if plain[0] == "alarm":
+        return Alarm(tuple(plain[1]), bytes.fromhex(plain[2]), plain[3], plain[4])
     _, source, source_identity, target, target_identity, sender, message = plain
     envelope = from_plain(message)
     assert envelope is not None
