@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import secrets
@@ -185,8 +186,11 @@ def train_split(
     times: int = 1,
     until: str = "",
     device: str = "cpu",
+    saved: list[str] | None = None,
 ) -> None:
-    """The same with a model that is split; each process leaves its part. Steps are slow ``until`` that file exists."""
+    """The same with a model that is split; each process leaves its part, and its state as it ``begun``.
+
+    Steps are slow ``until`` that file exists."""
     hocket.init(device=device, seed=1)
     torch.manual_seed(0)
     model = net().to(device)
@@ -194,7 +198,9 @@ def train_split(
     x = torch.zeros(BATCH, 64, device=device)
     pipeline = hocket.Pipeline(loss=F.cross_entropy, sample=x, cut=["1"] if "pipeline" in mesh else None)
     job = hocket.parallelize(model, optimizer, strategy, mesh=mesh, pipeline=pipeline, elastic="1:8" if elastic else None)
-    first, losses = job.step, []
+    if saved is not None:
+        job.load_workers([torch.load(path)["state"] for path in saved])
+    first, losses, begun = job.step, [], copy.deepcopy(job.state_dict())
     for _ in hocket.epochs(epochs):
         for x, y, _number in hocket.distribute(DataLoader(ConcatDataset([data()] * times), batch_size=BATCH, shuffle=True)):
             losses.append(float(job.train(x.to(device), y.to(device))))
@@ -204,9 +210,11 @@ def train_split(
             if until and not Path(until).exists():
                 time.sleep(0.05)
     steps, state = job.step, job.full_state() if elastic else None
+    own = {"model": job.model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
+    found = {"state": copy.deepcopy(own), "begun": begun, "process": job.cluster.process}
     job.finish()
     weights = {name: p.detach().cpu() for name, p in job.model.named_parameters()}
-    found = {"weights": weights, "part": rank % 2, "whole": None if state is None else state["model"]}
+    found |= {"weights": weights, "part": rank % 2, "whole": None if state is None else state["model"]}
     torch.save({**found, "first": first, "steps": steps, "losses": losses, **job.summary()}, f"{folder}/{rank}.pt")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -192,14 +193,19 @@ def clipped(name: str, mesh: str) -> dict[str, Any]:
     return {"norm": float(norm), "again": float(again)}
 
 
+def replica_of(name: str, mesh: str, strategy: str, momentum: float = 0.0) -> MeshReplica:
+    """What the training loop of the command trains."""
+    placed, world = hocket.Mesh.parse(mesh), _Session.cluster
+    assert world is not None
+    sample = batch(name, 0)[0][: 8 // placed.data]
+    pipeline = hocket.Pipeline(sample=sample, measure="flops" if placed.pipeline > 1 else None)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    return MeshReplica(build(name), cross_entropy, make, hocket.Strategy.parse(strategy), world, placed, pipeline)
+
+
 def stands_in(mesh: str) -> dict[str, Any]:
     """How far the weights here move in a step on a mini-batch that stands in for none, and in one that counts."""
-    model, (x, y), placed = build("mlp"), batch("mlp", 0), hocket.Mesh.parse(mesh)
-    make = partial(torch.optim.SGD, lr=0.1)
-    world = _Session.cluster
-    assert world is not None
-    pipeline = hocket.Pipeline(sample=x, measure="flops" if placed.pipeline > 1 else None)
-    replica = MeshReplica(model, cross_entropy, make, hocket.Strategy.parse("local(2)"), world, placed, pipeline)
+    replica, (x, y) = replica_of("mlp", mesh, "local(2)"), batch("mlp", 0)
     moved = []
     for weight in (0.0, 1.0):
         before = [p.detach().clone() for p in replica.job.model.parameters()]
@@ -207,6 +213,31 @@ def stands_in(mesh: str) -> dict[str, Any]:
         moved.append(max(float((p - b).abs().max()) for p, b in zip(replica.job.model.parameters(), before, strict=True)))
     replica.job.finish()
     return {"moved": moved}
+
+
+def left(name: str, mesh: str) -> dict[str, Any]:
+    """What a process has after some steps."""
+    replica = replica_of(name, mesh, "gossip + topk(0.2) + exchange=gradients", momentum=0.9)
+    job = replica.job
+    assert job.split is not None
+    for step in range(3):
+        x, y = (t.chunk(job.split.mesh.data)[job.split.place.data.place] for t in batch(name, step))
+        replica.step([x], [y], torch.zeros(1), [1.0])
+    state = copy.deepcopy(replica.state_dict())
+    job.finish()
+    return {"state": state}
+
+
+def taken(name: str, mesh: str, folder: str) -> dict[str, Any]:
+    """What a process begins with that goes on with what others have :func:`left` in a folder."""
+    replica = replica_of(name, mesh, "gossip + topk(0.2) + exchange=gradients", momentum=0.9)
+    parts = hocket.Mesh.parse(mesh).parts
+    part = torch.distributed.get_rank() % parts
+    saved = [torch.load(path)[f"left {name}"]["state"] for path in sorted(Path(folder).glob("*.pt"))]
+    replica.take_over(saved[part::parts], None)
+    state = copy.deepcopy(replica.state_dict())
+    replica.job.finish()
+    return {"state": state, "saved": saved[part::parts]}
 
 
 def untouched(mesh: str) -> dict[str, Any]:
@@ -274,7 +305,21 @@ def refused_sharding(**options: Any) -> dict[str, Any]:
     return {"sentence": ""}
 
 
-_ALL = (equal, checkpoints, resumed, elsewhere, clipped, stands_in, untouched, sharded, born, refused, refused_sharding)
+_ALL = (
+    equal,
+    checkpoints,
+    resumed,
+    elsewhere,
+    clipped,
+    stands_in,
+    left,
+    taken,
+    untouched,
+    sharded,
+    born,
+    refused,
+    refused_sharding,
+)
 CASES = {f.__name__: f for f in _ALL}
 
 

@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +288,32 @@ def test_a_replica_is_lost_as_a_whole_and_comes_back(nursery: Nursery, tmp_path:
     assert sorted((one["lost"], one["joined"], one["workers"]) for one in found)[-1] == (1, 1, 2)
 
 
+def _owed(states: list[dict[str, Any]]) -> dict[int, list[torch.Tensor]]:
+    """The sums of residuals over the processes that hold a part, by part and bucket."""
+    jobs = [next(iter(state.values()))[0]["job"] for state in states]
+    kept = [[bucket["error"] for bucket in job["gradient_state"]] for job in jobs]
+    return {part: [torch.cat(rows).sum(0) for rows in zip(*kept[part::2], strict=True)] for part in range(2)}
+
+
+def test_other_replicas_share_out_what_was_owed_of_each_part(nursery: Nursery, tmp_path: Path) -> None:
+    found: list[list[dict[str, Any]]] = []
+    paths = None
+    for replicas in (2, 3, 1):
+        arguments = {"strategy": "gossip + topk(0.2) + exchange=gradients", "mesh": "pipeline=2", "epochs": 1, "saved": paths}
+        with rendezvous(replicas) as (_, environ):
+            group = nursery.start(SPLIT, 2 * replicas, tmp_path / str(replicas), environ, **arguments)
+            assert group.wait(60) == [0] * 2 * replicas, group.said()
+        ranks = {one["process"]: rank for rank, one in enumerate(group.results())}
+        paths = [str(group.folder / f"{ranks[process]}.pt") for process in sorted(ranks)]
+        found.append([torch.load(path) for path in paths])
+    for before, after in pairwise(found):
+        assert {one["first"] for one in after} == {one["steps"] for one in before}
+        owed = _owed([one["state"]["job"] for one in before])
+        for part, sums in _owed([one["begun"] for one in after]).items():
+            assert all(float(total.norm()) > 0.01 for total in sums)
+            torch.testing.assert_close(sums, owed[part])
+
+
 def test_torchruns_agents_start_their_own_workers_again_and_no_others(nursery: Nursery, tmp_path: Path) -> None:
     """The command of the page; one worker is killed, then an agent with its worker."""
     page = (Path(__file__).parents[2] / "docs" / "guide" / "elastic.md").read_text()
@@ -457,36 +484,29 @@ def test_a_run_whose_workers_must_all_leave_goes_on_later(nursery: Nursery, tmp_
 
 
 def test_replicas_that_are_split_go_on_from_their_checkpoints(nursery: Nursery, tmp_path: Path) -> None:
+    common = shlex.split("--data digits --model mlp --batch-size 64 --strategy 'local(2) + topk(0.2)' --optimizer adamw --lr 1e-3")
+    elastic = ("--elastic", "1:3", "--mesh", "pipeline=2", "--workers")
+
     def trained(name: str, *more: str) -> str:
-        arguments = ["train", "--elastic", "1:3", "--mesh", "pipeline=2", "--data", "digits", "--model", "mlp"]
-        arguments += [
-            "--batch-size",
-            "64",
-            "--strategy",
-            "local(2) + topk(0.2)",
-            "--optimizer",
-            "adamw",
-            "--lr",
-            "1e-3",
-            "--out",
-            str(tmp_path / name),
-        ]
-        with nursery.command([*arguments, *more], tmp_path / f"{name} {len(list(tmp_path.iterdir()))}", tmp_path) as command:
+        arguments = ["train", *common, "--out", str(tmp_path / name), *more]
+        with nursery.command(arguments, tmp_path / f"{name} {len(list(tmp_path.iterdir()))}", tmp_path) as command:
             done = command.ended(100)
         assert done.returncode == 0, done.stderr
-        return done.stderr
+        return " ".join(done.stderr.split())
 
     def weights(name: str) -> dict[str, torch.Tensor]:
         return load_file(tmp_path / name / "model.safetensors")
 
-    trained("whole", "--workers", "2", "--epochs", "3")
-    trained("parts", "--workers", "2", "--epochs", "1")
+    became = "replicas become {}: each begins with the mean of their weights, buffers and optimiser states and with one part of {}"
+    trained("whole", *elastic, "2", "--epochs", "3")
+    trained("parts", *elastic, "2", "--epochs", "1")
     shutil.copytree(tmp_path / "parts", tmp_path / "fewer")
-    shutil.copytree(tmp_path / "parts", tmp_path / "plain")
-    trained("parts", "--workers", "2", "--epochs", "3", "--resume")
+    trained("parts", *elastic, "2", "--epochs", "3", "--resume")
     assert all(torch.equal(t, weights("whole")[name]) for name, t in weights("parts").items())
-    said = trained("fewer", "--workers", "1", "--epochs", "3", "--resume")
-    assert "2 replicas become 1: each begins with the mean of their weights" in said
+    assert f"2 {became.format(1, 1)}" in trained("fewer", *elastic, "1", "--epochs", "3", "--resume")
+    plain = ("--measure", "flops", "--resume", "--epochs")
+    assert f"2 {became.format(3, 3)}" in trained("parts", "--mesh", "data=3,pipeline=2", *plain, "4")
+    assert f"3 {became.format(1, 1)}" in trained("parts", "--mesh", "pipeline=2", *plain, "5")
     lines = [json.loads(line) for line in (tmp_path / "fewer" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["epoch"], line["workers"]) for line in lines] == [(1, 2), (2, 1), (3, 1)]
     assert lines[2]["loss"] < lines[1]["loss"] < lines[0]["loss"]

@@ -29,6 +29,7 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
     if world == 2:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in HYBRID]
         wanted += [(f"drop {mesh}", "equal", {"name": "drop", "mesh": mesh}) for mesh in ("tensor=2", "pipeline=2")]
+        wanted += [(f"taken {name}", "taken", {"name": name, "mesh": "pipeline=2", "folder": ""}) for name in ("mlp", "gpt")]
         wanted += [(f"stands in {mesh}", "stands_in", {"mesh": mesh}) for mesh in ("pipeline=2", "tensor=2")]
         wanted.append(("untouched", "untouched", {"mesh": "tensor=2"}))
         wanted.append(("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}))
@@ -59,6 +60,7 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         wanted.append(("resumed state", "resumed", kept))
         moved = {"name": "mlp", "first": "data=2,pipeline=2", "then": "data=2,tensor=2", "sharding": "zero1"}
         wanted.append(("other state", "checkpoints", moved))
+        wanted += [(f"left {name}", "left", {"name": name, "mesh": "data=2,pipeline=2"}) for name in ("mlp", "gpt")]
         wanted.append(("elsewhere", "elsewhere", {"mesh": "data=2,pipeline=2", "cut": ["4"]}))
         wanted.append(("clipped", "clipped", {"name": "gpt", "mesh": "pipeline=2,tensor=2"}))
         wanted += [(f"refused {k}", "refused", arguments) for k, arguments in enumerate(REFUSED)]
@@ -98,9 +100,12 @@ SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no s
 @pytest.fixture(scope="module")
 def worlds(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What every process returned, per case, for two and for four processes."""
-    found = {}
-    for size in (2, 4):
-        group = nursery.start("process.meshes:main", size, tmp_path_factory.mktemp(f"mesh{size}"), wanted=cases(size))
+    found: dict[int, list[dict[str, Any]]] = {}
+    folder = ""
+    for size in (4, 2):  # two go on with what four have left
+        wanted = [(label, f, {**given, "folder": folder} if f == "taken" else given) for label, f, given in cases(size)]
+        group = nursery.start("process.meshes:main", size, tmp_path_factory.mktemp(f"mesh{size}"), wanted=wanted)
+        folder = str(group.folder)
         assert group.wait(300, together=True) == [0] * size, group.said()
         found[size] = group.results()
     return found
@@ -267,6 +272,24 @@ def test_a_split_model_goes_on_split_otherwise_and_its_whole_fits_an_unsplit_one
 @pytest.mark.parametrize("case", ["resumed", "resumed state"])
 def test_resumed_equals_never_stopped(worlds: dict[int, Any], case: str) -> None:
     assert furthest(worlds[4][0][case]["whole"], worlds[4][0]["gpt data=2,pipeline=2"]["whole"]) == 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_fewer_replicas_begin_with_means_and_with_the_sum_of_what_was_owed_of_each_part(worlds: dict[int, Any], name: str) -> None:
+    """The embedding of gpt is held by both stages."""
+    for worker in worlds[2]:
+        begun, saved = worker[f"taken {name}"]["state"], worker[f"taken {name}"]["saved"]
+        for field, tensor in begun["model"].items():
+            torch.testing.assert_close(tensor, torch.stack([one["model"][field] for one in saved]).mean(0))
+        for k, entries in begun["optimizer"]["state"].items():
+            momenta = [one["optimizer"]["state"][k]["momentum_buffer"] for one in saved]
+            torch.testing.assert_close(entries["momentum_buffer"], torch.stack(momenta).mean(0))
+        owed = [[bucket["error"] for bucket in one["job"]["gradient_state"]] for one in saved]
+        for bucket, *others in zip(begun["job"]["gradient_state"], *owed, strict=True):
+            assert len(others) == 2
+            torch.testing.assert_close(bucket["error"], others[0] + others[1])
+            assert not torch.equal(others[0], others[1])
+        assert begun["step"] == begun["job"]["step"] == 3
 
 
 def test_sharded_state_goes_on_where_the_model_is_split_otherwise(

@@ -24,7 +24,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.server_runtime import Observer, ServerRuntime
 from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
-from hocket.files import sealed, unsealed
+from hocket.files import sealed, state_bytes, unsealed
 from hocket.programs.account import Account, entry_of
 from hocket.programs.base import Effects, Say, Send, Snapshot
 from hocket.programs.server.members import BatchDispatcher
@@ -634,6 +634,25 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before_it(tmp_path: Path, capsy
     assert kept.load() is None
 
 
+def test_a_shard_servers_state_stays_that_of_its_moment() -> None:
+    """It is what snapshots are written from, while the server goes on."""
+    made = host("async + server")
+    buffers = torch.ones(3)
+    made.handle(b"w0", push(0, 1))
+    made.members[0].buffers = buffers
+    state = made.state_dict()
+    before = state_bytes(state)
+    made.handle(b"w0", push(0, 2))
+    made.members[0].dispatched.append(5)
+    made._start_config["total"] = 77
+    buffers.fill_(4.0)
+    assert made.shard is not None
+    for weights in made.shard.weights:
+        weights.add_(1.0)
+    assert state_bytes(state) == before
+    assert state_bytes(made.state_dict()) != before
+
+
 class _Disk:
     """A disk on which nothing is written while it is held."""
 
@@ -654,7 +673,7 @@ def test_a_snapshot_is_written_beside_the_shard_and_the_newest_follows(tmp_path:
     disk = _Disk(monkeypatch)
     for k in (1, 2, 3):
         weights.fill_(float(k))
-        kept.begin({"k": k, "weights": weights})
+        kept.begin({"k": k, "weights": weights.clone()})
         assert disk.begun.wait(30)
     weights.fill_(9.0)
     found = Snapshots(tmp_path, 0).load()

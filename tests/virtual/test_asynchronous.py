@@ -19,6 +19,7 @@ from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, identity
 from hocket.drivers.simulation import Call, Delivery
 from hocket.errors import HocketError
+from hocket.files import sealed, unsealed
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import weight_of
 from hocket.programs.server.push_encoder import read
@@ -182,13 +183,21 @@ def test_the_same_seed_gives_the_same_run(strategy: str) -> None:
     assert not torch.equal(_weights(one), _weights(_simulate(strategy, seed=1)))
 
 
-@pytest.mark.parametrize(("strategy", "spec"), [*((text, UNEVEN) for text in FREE), ("async + gossip(pushsum)", SLOW)])
+RESUMED = [(text, UNEVEN) for text in FREE]
+RESUMED += [
+    ("async + gossip(pushsum)", SLOW),
+    ("async(overlap=True) + topk(0.1)", SLOW),
+    ("async(overlap=True) + server(2) + topk(0.1)", UNEVEN),
+]
+
+
+@pytest.mark.parametrize(("strategy", "spec"), RESUMED)
 def test_resume_equals_never_having_stopped(strategy: str, spec: ClusterSpec) -> None:
     whole = _training(strategy, spec=spec, epochs=3)
     list(whole.run())
     first = _training(strategy, spec=spec, epochs=3)
     next(first.run())
-    kept = first.state_dict()
+    kept = unsealed(sealed(first.state_dict()))
     list(first.run())
     second = _training(strategy, spec=spec, epochs=3)
     second.load_state_dict(kept)

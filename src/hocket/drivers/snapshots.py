@@ -3,8 +3,8 @@
 Files appear whole or not at all, are on the disk when they count, and are read without pickle's powers (``weights_only``). One that
 is damaged is passed over for the one before it.
 
-They are written from copies, in a thread, while the shard goes on. One is written at a time; where another is begun meanwhile, the
-newest follows.
+They are written in a thread, while the shard goes on: its ``state_dict()`` is a copy. One is written at a time; where another is
+begun meanwhile, the newest follows.
 """
 
 import threading
@@ -14,7 +14,7 @@ from typing import Any
 
 from hocket.drivers.processes import say
 from hocket.errors import HocketError
-from hocket.files import CannotWrite, copied, sealed, unsealed, write_whole
+from hocket.files import CannotWrite, sealed, unsealed, write_whole
 
 KEPT = 2
 
@@ -38,10 +38,9 @@ class Snapshots:
         return sorted(self.folder.glob(f"shard-{self.place}-*.pt"), key=_number)
 
     def begin(self, state: dict[str, Any]) -> None:
-        """Begin to write ``state``; returns once it is copied."""
-        copy = copied(state)
+        """Begin to write ``state``, which nobody changes any more."""
         with self._lock:
-            self._next = copy
+            self._next = state
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_begun, name="hocket-snapshot", daemon=True)
                 self._thread.start()

@@ -80,9 +80,23 @@ class Mesh:
         return self.data * self.pipeline * self.tensor
 
     @property
+    def parts(self) -> int:
+        """Processes of a replica."""
+        return self.pipeline * self.tensor
+
+    @property
     def splits(self) -> bool:
         """Whether the model itself is split."""
-        return self.pipeline * self.tensor > 1
+        return self.parts > 1
+
+    def replicas_per_host(self, host_size: int) -> int | None:
+        """How many replicas share a host of ``host_size`` processes; None where they do not fill whole hosts.
+
+        >>> Mesh(data=4, pipeline=2).replicas_per_host(4), Mesh(data=3, pipeline=2).replicas_per_host(4)
+        (2, None)
+        """
+        here = max(1, host_size // self.parts) if host_size % self.parts == 0 or host_size < self.parts else 1
+        return here if self.data % here == 0 else None
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Where a process lies: its place along data, pipeline and tensor."""
@@ -136,10 +150,8 @@ class MeshCoordinate:
             return VirtualCluster(1, world.device, timed=True)
         if not self.mesh.splits:
             return world.for_job()
-        one = self.mesh.pipeline * self.mesh.tensor  # processes of a replica
-        here = max(1, world.host_size // one) if world.host_size % one == 0 or world.host_size < one else 1
-        parts = [range(k, self.mesh.size, one) for k in range(one)]
-        return world.subcluster(self.data.group, parts, here if self.data.size % here == 0 else None)
+        parts = [range(k, self.mesh.size, self.mesh.parts) for k in range(self.mesh.parts)]
+        return world.subcluster(self.data.group, parts, self.mesh.replicas_per_host(world.host_size))
 
 
 @cache

@@ -281,9 +281,9 @@ class SplitModel:
         self.drain()
         return {**self.state.described(), "job": job, "step": self.draws.step}
 
-    def load_described(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The job's part of :meth:`described_state`, if that is of this mesh and of the same parts."""
-        self.state.check(state)
+    def load_described(self, state: Mapping[str, Any], other_replicas: bool = False) -> dict[str, Any]:
+        """The job's part of :meth:`described_state`, if that is of the same parts, and of this mesh or of ``other_replicas``."""
+        (self.state.check_parts if other_replicas else self.state.check)(state)
         self.drain()
         self.draws.step = int(state["step"])
         return dict(state["job"])

@@ -76,13 +76,17 @@ class SplitState:
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether this process holds the parts of which ``state`` was taken; cuts that are measured may differ."""
-        return all(state.get(name) == value for name, value in self.described().items())
+        return bool(state.get("parts") == self.described()["parts"])
 
     def check(self, state: Mapping[str, Any]) -> None:
         if state["mesh"] != str(self.place.mesh):
             raise HocketError(
                 f"The checkpoint is of the mesh {state['mesh']}, not {self.place.mesh}; use full_state and load_full_state."
             )
+        self.check_parts(state)
+
+    def check_parts(self, state: Mapping[str, Any]) -> None:
+        """The same, whatever the number of replicas was."""
         if not self.fits(state):
             raise HocketError(
                 "The checkpoint is of a model that was cut or split elsewhere; use full_state and load_full_state, or say where "

@@ -12,7 +12,7 @@ from hocket.programs.repartition import take_over
 from hocket.split.split_model import SplitModel
 from hocket.strategy import Strategy
 from hocket.train.job_view import JobView
-from hocket.train.other_workers import load_moments, one_for_all
+from hocket.train.other_workers import OneForAll, load_moments, one_for_all
 
 _HOST_SIZE = "host_size"
 """Workers of a host as they were when the state was saved: what a hierarchical exchange left behind is of such hosts."""
@@ -68,17 +68,21 @@ class JobState(JobView):
 
         As many workers as there were go on exactly. Others begin with the mean of the weights, buffers and optimiser states, and
         share out the sum of the residuals (:mod:`hocket.programs.repartition`); an epoch under way goes on behind its last sample.
+        On a mesh give what all processes have saved, in the order of their ranks: each goes on with what those left that held its
+        part, so the mesh may have another ``data=``, and be the same otherwise.
         In an elastic run a worker that joins others has its state from them, and this does nothing.
         """
         states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
         stream = self.runtime.stream
-        place, size = self.cluster.workers.start, self.cluster.size
         told = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
         if any(("samples" in job) != (stream is not None) for job in told):
             saved_by, here = ("a run that is not elastic", "is") if stream is not None else ("an elastic run", "is not")
             raise HocketError(
                 f"The states were saved by {saved_by}, but this run {here} elastic; give the same elastic= as when they were saved."
             )
+        place, size = self.cluster.workers.start, self.cluster.size
+        if self.split is not None:
+            place, size = self.split.world.rank, self.split.world.processes
         if stream is not None:
             if self.runtime.began is None:
                 return
@@ -89,22 +93,36 @@ class JobState(JobView):
             self.optimizer.load_state_dict(saved[place]["optimizer"])
             self.load_own_state(states[place]["job"])
             return
-        program = self.runtime.program
-        if self.split is not None or program is None or self._binding.copied:
-            raise HocketError(
-                f"{self.strategy} on this model goes on with as many workers as it had ({len(saved)}, not {self.cluster.size}); "
-                "save job.full_state() of a model in parts, or the mean model of job.averaged()."
-            )
+        parts = 1 if self.split is None else self.split.mesh.parts
         loaders, host_size = states[0]["job"].get("loaders"), states[0]["job"].get(_HOST_SIZE, self.cluster.host_size)
+        self.take_over(states[place % parts :: parts], host_size)
+        if self.loaders is not None and loaders is not None:
+            self.loaders.load_state_dict(loaders)
+
+    def take_over(self, states: Sequence[Mapping[str, Any]], host_size: int | None) -> None:
+        """Go on with what other workers have left, each its ``model``, ``optimizer`` and ``job`` (:meth:`own_state`), or on a mesh
+        the processes that held this part; ``host_size`` workers were a host."""
+        program = self.runtime.program
+        if program is None or self._binding.copied:
+            raise HocketError(
+                f"{self.strategy} on this model goes on with as many workers as it had; save the mean model of job.averaged(), or "
+                "job.full_state() of a model in parts."
+            )
+        own = []
         for state in states:
-            state["job"] = {name: value for name, value in state["job"].items() if name not in ("loaders", _HOST_SIZE)}
-        common = one_for_all(states, self.model, self.optimizer, self.strategy, self.layout, program.seed, host_size)
+            job = {name: value for name, value in state["job"].items() if name not in ("loaders", _HOST_SIZE)}
+            job = job if self.split is None else self.split.load_described(job, other_replicas=True)
+            own.append({**state, "job": job})
+        self.begin_with(one_for_all(own, self.model, self.optimizer, self.strategy, self.layout, program.seed, host_size))
+
+    def begin_with(self, common: OneForAll) -> None:
+        """Go on with what other workers have left together."""
+        program = self.runtime.program
+        assert program is not None
         take_over(program, self.weights, common.merged)
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(common.buffers.get(name, buffer))
         load_moments(self.model, self.optimizer, common.moments)
-        if self.loaders is not None and loaders is not None:
-            self.loaders.load_state_dict(loaders)
 
     def full_state(self) -> dict[str, Any] | None:
         """Model and optimiser as if they had never been split or sharded (``{"model": …, "optimizer": …}``), on the first process

@@ -29,7 +29,7 @@ from hocket.train.engines.loop import draws_numbers, seeded_loss
 from hocket.train.hosted import Hosted
 from hocket.train.job import Job
 from hocket.train.momentum import give_state, taking_momentum
-from hocket.train.other_workers import OneForAll, load_moments
+from hocket.train.other_workers import OneForAll
 from hocket.train.runtimes.base import Runtime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
@@ -147,12 +147,7 @@ class LiveReplica(JobReplica):
 
     def take_over(self, common: OneForAll) -> None:
         """Take over the states of other workers."""
-        program = self.job.runtime.program
-        assert program is not None
-        take_over(program, self.job.weights, common.merged)
-        for name, buffer in self.model.named_buffers():
-            buffer.data.copy_(common.buffers.get(name, buffer))
-        load_moments(self.model, self.optimizer, common.moments)
+        self.job.begin_with(common)
 
 
 class RowReplicas(Hosted):

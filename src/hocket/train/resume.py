@@ -80,9 +80,10 @@ class Resumption:
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
         elsewhere = () if before.get("virtual") == self.run["virtual"] else ELSEWHERE
         record.check_resumed(before, repeated, (*MAY_CHANGE, *elsewhere))
-        generation = kept.resume(self._needed, self._load)
+        whole: list[bool] = []
+        generation = kept.resume(self._needed, lambda found: whole.append(self._load(found)))
         self.run["resumed"] = list(before.get("resumed", []))
-        if self._moved(generation.facts) and (done := self._done(generation.facts)):
+        if self._moved(generation.facts) and (done := self._done(generation.facts, whole[-1])):
             self.run["resumed"].append({"epoch": self.training.epoch, "step": self.training.step, "done": done})
             if self.place == 0:
                 note(done)
@@ -102,6 +103,13 @@ class Resumption:
         # An elastic run may have had other replicas than it began with.
         return replace(before, data=1) != replace(now, data=1) or facts["workers"] != self.workers
 
+    def _part_files(self, facts: Mapping[str, Any]) -> list[str]:
+        """Files of the processes that held this one's part, where only the number of replicas is another."""
+        before, now = _mesh(facts["run"]), _mesh(self.run)
+        if self._messages or before is None or now is None or replace(before, data=1) != replace(now, data=1):
+            return []
+        return [process_file(process) for process in range(self.place % now.parts, facts["processes"], now.parts)]
+
     @property
     def _messages(self) -> bool:
         """Whether workers send messages: what is under way between them cannot be handed to others."""
@@ -114,22 +122,27 @@ class Resumption:
     def _needed(self, generation: Generation) -> list[str]:
         facts = generation.facts
         if self._resplit(facts):
-            return [process_file(0) if facts["run"].get("mesh") is None else WHOLE, *self._places(facts)]
+            whole = process_file(0) if facts["run"].get("mesh") is None else WHOLE
+            return [whole, *self._places(facts), *self._part_files(facts)]
         if self._moved(facts) and self._messages:
             return [process_file(0), WEIGHTS]
         if self._moved(facts):
             return [process_file(process) for process in range(facts["processes"])]
         return [process_file(self.place), *[process_file(0)] * self._sharded]
 
-    def _load(self, generation: Generation) -> None:
+    def _load(self, generation: Generation) -> bool:
+        """Go on from there; whether with the model in one piece, which has no residuals."""
         facts, training = generation.facts, self.training
         if facts.get("within") and not self.cluster.elastic:
             raise HocketError("it was saved in the middle of an epoch, and only an elastic run can go on there")
         if facts.get("taken") and (self._resplit(facts) or self._moved(facts)):
             raise HocketError("it was saved in the middle of an epoch, and only as many workers of the same kind can go on there")
         if self._resplit(facts):
-            self._load_whole(generation)
-        elif self._moved(facts) and self.settings.split is None:
+            whole = not self._load_parts(generation)
+            if whole:
+                self._load_whole(generation)
+            return whole
+        if self._moved(facts) and self.settings.split is None:
             self._load_others(generation)
         else:
             state = generation.load(process_file(self.place))
@@ -137,14 +150,15 @@ class Resumption:
                 state["replicas"]["whole"] = generation.load(process_file(0))["replicas"]["whole"]
             if self.settings.split is not None and not self._fits(state):
                 self._load_whole(generation)
-                return
+                return True
             check_structure(generation, training, state, whole=not (self.settings.split or self.settings.sharding.named))
             if not self.cluster.elastic:
                 training.load_state_dict(state)
                 training.taken = facts.get("taken", 0)  # type: ignore[attr-defined]
-                return
+                return False
             training.replicas.load_state_dict(state["replicas"])
             self._go_on(generation, state)
+        return False
 
     def _places(self, facts: Mapping[str, Any]) -> list[str]:
         """Files that say where the replicas of an elastic run stood in the data: one of each."""
@@ -162,6 +176,22 @@ class Resumption:
             return True  # cut by counted operations, so equal; a part that does not fit is refused when it is loaded
         fits = self.training.replicas.fits(state["replicas"])
         return not bool(self.cluster.all_reduce_any(torch.tensor([[not fits]], device=self.cluster.device)))
+
+    def _load_parts(self, generation: Generation) -> bool:
+        """Take what the processes of other replicas have left of the part that is held here, if all processes can."""
+        facts, training = generation.facts, self.training
+        states = [generation.load(name) for name in self._part_files(facts)]
+        if not states or not self._fits(states[0]):
+            return False
+        for state in states:
+            check_structure(generation, training, state, whole=False)
+        host_size, before = facts.get("host_size"), _mesh(facts["run"])
+        if host_size is not None and "within" not in facts and before is not None:  # it counts processes
+            host_size = before.replicas_per_host(host_size)
+        training.replicas.take_over([state["replicas"] for state in states], host_size)
+        assert isinstance(training, Training)
+        training.go_on_after(states)
+        return True
 
     def _load_whole(self, generation: Generation) -> None:
         """Load the whole model, in one piece."""
@@ -200,8 +230,8 @@ class Resumption:
             training.replicas.take_over(common)  # type: ignore[attr-defined]
         training.go_on_after(states)
 
-    def _done(self, facts: Mapping[str, Any]) -> str:
-        """What was done to go on with other workers, in words."""
+    def _done(self, facts: Mapping[str, Any], whole: bool) -> str:
+        """What was done to go on with other workers, in words; ``whole``: from a model in one piece."""
         before, now = facts["workers"], self.workers
         where = f"epoch {self.training.epoch + 1} " + (
             "goes on behind its last sample" if facts.get("within") else "begins at its first sample"
@@ -212,13 +242,14 @@ class Resumption:
             return f"{before} workers become {now}: all begin with the global weights{taken}{anew}; {where}."
         if before == now:
             return ""
-        if self.settings.split is not None:
+        if whole:
             return (
                 f"{before} replicas become {now}: each begins with the mean of their weights and buffers and with the optimiser "
                 f"state of the first one, residuals begin anew; {where}."
             )
+        what = "workers" if self.settings.split is None else "replicas"
         return (
-            f"{before} workers become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
+            f"{before} {what} become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
             f"part of {now} of the sum of their residuals; {where}."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,19 @@ class MeshReplica(JobReplica):
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of the parts that are held here."""
         return self.split.state.fits(state)
+
+    def take_over(self, states: Sequence[dict[str, Any]], host_size: int | None) -> None:
+        """Go on with what the processes that held this part have left."""
+        module, first = self.split.module, self.split.state.first
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+
+        def own(state: dict[str, Any]) -> dict[str, Any]:
+            job, saved = dict(state), state["model"]
+            optimizer = job.pop("optimizer")
+            model = {name: saved[first.get(name, name)] for name in names if first.get(name, name) in saved}
+            return {"model": model, "optimizer": optimizer, "job": job}
+
+        self.job.take_over([own(state) for state in states], host_size)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.job.load_own_state(state)

@@ -27,6 +27,7 @@ and never touches the weights.
 Bytes in both directions are counted by the worker.
 """
 
+import copy
 import json
 from typing import Any
 
@@ -264,22 +265,17 @@ class ShardServer(Membership):
             self.dispatcher.total = total
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from."""
+        """Everything to go on from (copies)."""
         assert self.shard is not None
         members = {}
         for worker, m in self.members.items():
             request = None if m.request is None else [m.request.peer.hex(), *list(vars(m.request).values())[1:]]
             plain = {"incarnation": m.incarnation.hex(), "figures": json.dumps(m.figures), "request": request}
             members[worker] = {name: value for name, value in {**vars(m), **plain}.items() if name not in ("seen", "doing")}
-        return {
-            "job_config": self.job_config,
-            "start_config": self._start_config,
-            "shard": self.shard.state_dict(),
-            "members": members,
-            "dispatcher": None if self.dispatcher is None else self.dispatcher.state_dict(),
-            "counters": [self.pushed, self.lost, self.epochs.done],
-            "grace_until": self._grace_until,
-        }
+        dispatcher = None if self.dispatcher is None else self.dispatcher.state_dict()
+        own = {"job_config": self.job_config, "start_config": self._start_config, "members": members, "dispatcher": dispatcher}
+        counters = [self.pushed, self.lost, self.epochs.done]
+        return {**copy.deepcopy(own), "shard": self.shard.state_dict(), "counters": counters, "grace_until": self._grace_until}
 
     def end_state(self) -> dict[str, Any]:
         return {} if self.shard is None else {**self.state_dict(), "rejected": dict(self.rejected)}
