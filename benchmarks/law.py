@@ -131,6 +131,8 @@ def cases(options: argparse.Namespace) -> dict[str, list[tuple[int, int, int, fl
     lengths, counts, (period, *periods), (density, *densities) = options.steps, options.workers, options.periods, options.densities
     few = [(lengths[len(lengths) // 2], counts[-1]), (lengths[-1], counts[len(counts) // 2])]
     longer, more, between = options.held_steps, options.held_workers, (options.held_period, options.held_density)
+    mixed = [(lengths[-1], counts[-1], between[0], density), (lengths[-1], counts[-1], period, between[1])]
+    mixed += [(t, n, *between) for t, n in ((lengths[-1], counts[-1]), (lengths[-1], more), (longer, more))]
     return {
         "fitted": [
             *((t, n, period, density) for n in counts for t in lengths),
@@ -139,8 +141,7 @@ def cases(options: argparse.Namespace) -> dict[str, list[tuple[int, int, int, fl
         ],
         "held_out": [
             *((t, n, period, density) for t, n in ((longer, counts[-1]), (lengths[-1], more), (longer, more))),
-            *((lengths[-1], counts[-1], p, d) for p, d in ((between[0], density), (period, between[1]), between)),
-            *((t, more, *between) for t in (lengths[-1], longer)),
+            *(mixed if periods and densities else ()),
         ],
     }
 
