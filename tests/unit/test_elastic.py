@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import hocket
+from hocket.cli import elastic as cli_elastic
+from hocket.cli import train as cli_train
+from hocket.cli.main import app
 from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.ending import Ending
 from hocket.cluster.join import RendezvousInfo, elastic_device
@@ -431,6 +435,21 @@ def test_a_worker_has_a_gpu_of_its_own_or_none(
         {} if torchrun is None else {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": torchrun[0], "LOCAL_WORLD_SIZE": torchrun[1]}
     )
     assert elastic_device(asked, RendezvousInfo("tcp://a:1", bytes(16), member, here), environ) == torch.device(found)
+
+
+def test_the_commands_say_when_a_worker_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def started(*_: Any, **named: Any) -> Any:
+        given.append(named)
+        return SimpleNamespace(run=lambda *_: None)
+
+    for module in (cli_train, cli_elastic):
+        monkeypatch.setattr(module, "ElasticRun", started)
+    for command in (["train", "--data", "digits", "--model", "mlp"], ["launch", "train.py"]):
+        ended = CliRunner().invoke(app, [*command[:1], "--elastic", "2:3", "--hang-timeout", "7", *command[1:]])
+        assert ended.exit_code == 0, ended.output
+    assert [named["hang_timeout_s"] for named in given] == [7.0, 7.0]
 
 
 def test_another_backend_than_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
