@@ -306,6 +306,36 @@ def test_the_last_replica_leaves_after_it_has_handed_over(waiting: bool) -> None
     assert run.replicas == ((2, 3),)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_all_that_leave_end_a_step_together_in_which_an_exchange_has_failed(dies: bool) -> None:
+    run = _Replicas(parts=1)
+    run.beat(0, 1)
+    assert run.replicas == ((0,), (1,))
+    run.beat(0, 1)
+    run.beat(0, 1, leaving=True)
+    assert run.replicas == ()
+    assert run.program.generation.planned
+    if dies:
+        run.program.member_lost(1, now=run.now)
+    else:
+        run.beat(0, 1, leaving=True, formed=False, failed=1)
+        run.now += 1.4
+        run.beat(0, 1)
+    left = ((0,),) if dies else ((0,), (1,))
+    assert run.replicas == left
+    assert (run.program.lost, run.program.generation.planned) == (int(dies), False)
+    run.beat(*(uid for (uid,) in left))
+    assert run.replicas == (), "they leave at the end of the step"
+    run.beat(2, 3)
+    assert run.replicas == (), "others begin anew after these have saved"
+    for (uid,) in left:
+        told = {"attempt": 0, "before": run.program.generation.number}
+        run.program.message(str(uid).encode(), Envelope(Kind.GOODBYE, uid, metadata=told), now=run.now)
+    run.beat(2, 3)
+    assert run.replicas == ((2,), (3,))
+    assert run.program.lost == int(dies)
+
+
 def test_those_of_one_machine_have_neighbouring_ranks_whatever_the_order_in_which_they_come() -> None:
     run = _Replicas(most=8, expected=3, parts=1)
     for uid, host in ((0, "a"), (1, "b"), (2, "a")):
