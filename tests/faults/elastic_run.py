@@ -92,8 +92,8 @@ class Collective:
 class ElasticRun:
     """``workers`` workers of which at least ``least`` train; those that crash come back as newcomers."""
 
-    def __init__(self, schedule: Schedule, workers: int, least: int, parts: int = 1) -> None:
-        """``least`` counts replicas, each of ``parts`` workers."""
+    def __init__(self, schedule: Schedule, workers: int, least: int, parts: int = 1, leave: bool = False) -> None:
+        """``least`` counts replicas, each of ``parts`` workers. ``leave``: once all are told to leave; others begin anew."""
         self.parts, self.passes = parts, dict[tuple[Any, ...], set[int]]()
         self.schedule, self.rng = schedule, random.Random(schedule.seed ^ 0xE1A5)
         self.breaks = random.Random(schedule.seed ^ 0xB4EA)
@@ -104,6 +104,8 @@ class ElasticRun:
         self.lists: dict[int, tuple[int, ...]] = {}
         self.collectives: dict[tuple[Any, ...], Collective] = {}
         self.workers: dict[int, Worker] = {}
+        self.closed: set[int] = set()
+        """Generations of which a member has ended its connections."""
         self.told_lost = 0
         """Losses that the rendezvous has told people."""
         self.counted: dict[tuple[int, int, int], int] = {}
@@ -117,6 +119,8 @@ class ElasticRun:
         self.simulation.carry_out(RENDEZVOUS, self.rendezvous.start(0.0))
         for place in range(workers):
             self._start(place)
+        if leave:
+            self._later(self.breaks.uniform(5.0, QUIET_S), self._all_leave)
         for fault in schedule.faults:
             self._later(fault.at - self.simulation.now, lambda fault=fault: self._fault(fault))
 
@@ -175,7 +179,8 @@ class ElasticRun:
 
     def _break(self, place: int, number: int) -> None:
         """The connections of a worker break; what it waits for in generation ``number`` fails."""
-        worker = self.workers[place]
+        if (worker := self.workers.get(place)) is None:
+            return
         uid, member = worker.member.uid, worker.member
         inside = {
             what
@@ -202,6 +207,12 @@ class ElasticRun:
     def _call(self, place: int, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         key = ("worker", place)
         self.simulation.carry_out(key, method(*arguments, now=self.simulation.time(key), **named))
+
+    def _all_leave(self) -> None:
+        for place, worker in self.workers.items():
+            if worker.log is not None:
+                worker.leaves = True
+                self._call(place, worker.member.leave)
 
     # --- training ------------------------------------------------------------------------------------------------------------
 
@@ -234,6 +245,14 @@ class ElasticRun:
             self._crash(place, 5.0)
         elif member.excluded:
             self._join(place)
+        elif worker.leaves and member.latest.planned and not member.inside:
+            if not (member.latest.members or worker.at_end):
+                self.violate("a worker that leaves as the last one saves in the middle of a step")
+            self._call(place, member.say_goodbye, member.latest.number)
+            self._crash(place, 5.0, seen=False)
+            self.closed.add(member.formed)
+            for other in list(self.workers):
+                self._break(other, member.formed)
         elif member.inside and self._meets(place):
             worker.generation = member.latest.number
             worker.work += 1
@@ -277,6 +296,8 @@ class ElasticRun:
             members, what = members[worker.part :: self.parts], f"data {worker.part}"
         collective = self.collectives.setdefault((number, what, count), Collective())
         collective.inside[worker.member.uid] = work, brought
+        if number in self.closed:
+            self._later(0.01, lambda: self._break(place, number), place)
         if what.startswith("data") and self._ending(worker) is Ending.OWN:
             at = members.index(worker.member.uid)
             for i in (at, (at + 1) % len(members)):  # each hears the one before it
@@ -500,10 +521,10 @@ def member_replica(members: tuple[int, ...], uid: int, parts: int) -> tuple[int,
 
 
 def run_schedule(
-    seed: int, trace: Callable[[str], None] | None = None, workers: int = 4, least: int = 2, parts: int = 1
+    seed: int, trace: Callable[[str], None] | None = None, workers: int = 4, least: int = 2, parts: int = 1, leave: bool = False
 ) -> Outcome:
     schedule = Schedule.draw(seed, workers, 1, servers_crash=False)
-    run = ElasticRun(schedule, workers, least, parts)
+    run = ElasticRun(schedule, workers, least, parts, leave)
     if trace is not None:
         trace(str(schedule))
         trace_messages(run.simulation, trace)

@@ -24,6 +24,7 @@ STRATEGIES = (
     "async + gossip(pushsum)",
     "sandblaster",
     "elastic",
+    "elastic, all leave",
     "elastic, split",
 )
 
@@ -34,6 +35,8 @@ def run_schedule(strategy: str, seed: int, workers: int = 3, steps: int = 5, tra
         return sandblaster_run.run_schedule(seed, trace)
     if strategy == "elastic":  # the members of any collective strategy
         return elastic_run.run_schedule(seed, trace)
+    if strategy == "elastic, all leave":
+        return elastic_run.run_schedule(seed, trace, leave=True)
     if strategy == "elastic, split":  # replicas of two or three processes
         return elastic_run.run_schedule(seed, trace, workers=6, least=1 + seed % 2, parts=3 - seed % 2)
     parsed = Strategy.parse(strategy)

@@ -15,13 +15,14 @@ import pytest
 from faults import elastic_run
 from faults.schedules import STRATEGIES, run_schedule
 from faults.simulated import Outcome
+from hocket.programs.base import Until, event
 from hocket.programs.elastic.member import Member
 from hocket.programs.gossip.server import Decision, PeerServer
 from hocket.programs.server.shard import ParameterShard
 from hocket.programs.server.shard_server import ShardServer
 
 SCHEDULES = 120
-FEWER = {"async + server(2) + topk(0.2)": 60, "elastic": 40, "elastic, split": 24}
+FEWER = {"async + server(2) + topk(0.2)": 60, "elastic": 40, "elastic, all leave": 24, "elastic, split": 24}
 """Codes take longer, and so do workers that beat."""
 
 
@@ -76,6 +77,17 @@ def test_members_that_go_over_to_a_planned_generation_in_the_middle_of_a_step_ar
     monkeypatch.setattr(Member, "wait_unplanned", Member.wait_newer)
     (violation,) = elastic_run.run_schedule(131).violations
     assert "a newcomer gets weights in the middle of a step" in violation
+
+
+def test_members_that_save_where_an_exchange_of_the_last_step_failed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all leave they first end the step, in one more generation."""
+
+    def wait(self: Member, number: int, now: float) -> Any:
+        yield Until(lambda: (self.latest.number > number and not (self.latest.planned and self.inside)) or self.excluded)
+
+    monkeypatch.setattr(Member, "wait_unplanned", event(wait))
+    (violation,) = elastic_run.run_schedule(7, leave=True).violations
+    assert "a worker that leaves as the last one saves in the middle of a step" in violation
 
 
 def test_members_that_do_not_repeat_what_was_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -440,6 +440,7 @@ REFUSED = {
     "--strategy 'async + server' --virtual --keys nowhere --replace": "--keys, --replace: async + server(1) on virtual workers",
     "--strategy 'bulk + server(role=sum)' --liveness-timeout 3": "--liveness-timeout: bulk + server(1, sum) does not use it",
     "--strategy bulk --snapshot -1": "--snapshot: bulk + allreduce does not use it",
+    "--strategy bulk --hang-timeout 7": "--hang-timeout 7 is for elastic runs; add --elastic 2:8, or leave it out",
 }
 
 

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import hocket
+from hocket.cli import elastic as cli_elastic
+from hocket.cli import train as cli_train
+from hocket.cli.main import app
 from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.ending import Ending
 from hocket.cluster.join import RendezvousInfo, elastic_device
@@ -302,6 +306,36 @@ def test_the_last_replica_leaves_after_it_has_handed_over(waiting: bool) -> None
     assert run.replicas == ((2, 3),)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_all_that_leave_end_a_step_together_in_which_an_exchange_has_failed(dies: bool) -> None:
+    run = _Replicas(parts=1)
+    run.beat(0, 1)
+    assert run.replicas == ((0,), (1,))
+    run.beat(0, 1)
+    run.beat(0, 1, leaving=True)
+    assert run.replicas == ()
+    assert run.program.generation.planned
+    if dies:
+        run.program.member_lost(1, now=run.now)
+    else:
+        run.beat(0, 1, leaving=True, formed=False, failed=1)
+        run.now += 1.4
+        run.beat(0, 1)
+    left = ((0,),) if dies else ((0,), (1,))
+    assert run.replicas == left
+    assert (run.program.lost, run.program.generation.planned) == (int(dies), False)
+    run.beat(*(uid for (uid,) in left))
+    assert run.replicas == (), "they leave at the end of the step"
+    run.beat(2, 3)
+    assert run.replicas == (), "others begin anew after these have saved"
+    for (uid,) in left:
+        told = {"attempt": 0, "before": run.program.generation.number}
+        run.program.message(str(uid).encode(), Envelope(Kind.GOODBYE, uid, metadata=told), now=run.now)
+    run.beat(2, 3)
+    assert run.replicas == ((2,), (3,))
+    assert run.program.lost == int(dies)
+
+
 def test_those_of_one_machine_have_neighbouring_ranks_whatever_the_order_in_which_they_come() -> None:
     run = _Replicas(most=8, expected=3, parts=1)
     for uid, host in ((0, "a"), (1, "b"), (2, "a")):
@@ -431,6 +465,21 @@ def test_a_worker_has_a_gpu_of_its_own_or_none(
         {} if torchrun is None else {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": torchrun[0], "LOCAL_WORLD_SIZE": torchrun[1]}
     )
     assert elastic_device(asked, RendezvousInfo("tcp://a:1", bytes(16), member, here), environ) == torch.device(found)
+
+
+def test_the_commands_say_when_a_worker_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def started(*_: Any, **named: Any) -> Any:
+        given.append(named)
+        return SimpleNamespace(run=lambda *_: None)
+
+    for module in (cli_train, cli_elastic):
+        monkeypatch.setattr(module, "ElasticRun", started)
+    for command in (["train", "--data", "digits", "--model", "mlp"], ["launch", "train.py"]):
+        ended = CliRunner().invoke(app, [*command[:1], "--elastic", "2:3", "--hang-timeout", "7", *command[1:]])
+        assert ended.exit_code == 0, ended.output
+    assert [named["hang_timeout_s"] for named in given] == [7.0, 7.0]
 
 
 def test_another_backend_than_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hocket.cli.batch import train_on_batches
 from hocket.cli.display import plain_notes, predicted_for, total_of
-from hocket.cli.elastic import follow
+from hocket.cli.elastic import HANG, count_workers, follow, refuse_not_elastic
 from hocket.cli.launchers import RAY, check_launcher, check_machines, check_options, launched_machines, refuse_launched
 from hocket.cli.live import Display, summary
 from hocket.cli.options import option, with_settings
@@ -27,6 +27,7 @@ from hocket.drivers.machines import Machines, ThisMachine
 from hocket.drivers.processes import interruptible, say
 from hocket.errors import HocketError, bytes_text
 from hocket.integrations.loggers import Loggers, check_loggers, open_loggers
+from hocket.programs.elastic.waits import HANG_TIMEOUT_S
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, Keeping, prepare
@@ -62,12 +63,13 @@ def command(
     ] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
     liveness_timeout: Annotated[
-        float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
+        float, typer.Option(help="Servers, --elastic: seconds of silence after which a worker is given up.")
     ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
     elastic: Annotated[
         str | None, typer.Option(help="Least and most workers, such as 2:8: the others go on when one is lost, and new ones join.")
     ] = None,
+    hang_timeout: Annotated[float, HANG] = HANG_TIMEOUT_S,
     by: Annotated[
         str | None, typer.Option("--launcher", help=f"{RAY}: start the processes on a Ray cluster that runs already.")
     ] = None,
@@ -88,7 +90,7 @@ def command(
         refuse_launched(os.environ, "A training of --virtual workers", "leave the launcher out, or --virtual")
     launcher = None if given["virtual"] or member else find_launcher(os.environ)
     if elastic is not None:
-        _count_workers(given, Elastic.parse(elastic))
+        count_workers(given, Elastic.parse(elastic))
     given["data"] = with_bad_shards(given["data"], on_bad_shard)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
     check_options(launcher, settings, processes)
@@ -96,7 +98,7 @@ def command(
         raise HocketError(f"--launcher {by}: --elastic and {BATCH_OPTIMIZER} start processes of their own here; leave it out.")
     policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
     given_start = (processes, device, data_dir, out, resume, checkpoints, explain, keys, keep, elastic, by, replace, log or [])
-    start = Start(launcher is not None or member, *given_start)
+    start = Start(launcher is not None or member, *given_start, hang_timeout)
     start.check(settings)
     if elastic is not None:
         _refuse_policy(f"--elastic {elastic}", {name: policy[name] for name in ("snapshot_s", "record")})
@@ -126,11 +128,15 @@ class Start:
     """What starts the processes, if this command is to ask for it."""
     replace: bool = False
     log: list[str] = field(default_factory=list)
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    """Of an elastic run: a worker that others have waited for so long is lost."""
 
     def check(self, settings: RunSettings) -> None:
         """Refuse options that contradict each other, before any process is started."""
         if self.explain and settings.split is None:
             raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
+        if self.elastic is None and self.hang_timeout_s != HANG_TIMEOUT_S:
+            raise HocketError(f"--hang-timeout {self.hang_timeout_s:g} is for elastic runs; add --elastic 2:8, or leave it out.")
         check_loggers(self.log, os.environ.get("WANDB_MODE"))
         if self.log and settings.optimizer.name == BATCH_OPTIMIZER:
             raise HocketError(f"--log {self.log[0]}: sandblaster writes metrics.jsonl alone; leave it out.")
@@ -220,35 +226,11 @@ def _start(settings: RunSettings, start: Start) -> None:
         cluster.close()
 
 
-def _count_workers(given: dict[str, Any], elastic: Elastic) -> None:
-    """Of an elastic run: as many as it needs, unless said otherwise; on a mesh a worker is a replica."""
-    given["workers"] = elastic.least if given["workers"] is None else given["workers"]
-    if given["mesh"] is not None and (mesh := Mesh.parse(given["mesh"])).data == 1:
-        given["mesh"] = str(Mesh(given["workers"], mesh.pipeline, mesh.tensor))
-
-
 def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: float) -> None:
     """Start the workers of an elastic run, or be one of them."""
     assert start.elastic is not None
-    given, strategy, size = Elastic.parse(start.elastic), settings.strategy, settings.workers.count
-    refused = {
-        "--virtual": settings.workers.virtual,
-        "--explain": start.explain,
-        settings.sharding.named: bool(settings.sharding.named),
-        "--processes": start.processes is not None,
-        "--host-size": settings.workers.host_size is not None,
-        "--balance": settings.data.balance != "even",
-        "--partition": settings.data.partition != "iid",
-        f"--optimizer {settings.optimizer.name}": settings.optimizer.name == BATCH_OPTIMIZER,
-        str(strategy): strategy.runtime != "collective",
-        "exchange=momentum": strategy.exchanged == "momentum",
-    }
-    if named := [name for name, found in refused.items() if found]:
-        raise HocketError(f"--elastic {start.elastic} trains whole replicas that step together; leave {named[0]} out.")
-    if settings.split is not None:
-        from hocket.train.elastic_split import refuse_elastic_mesh
-
-        refuse_elastic_mesh(settings.split.mesh, settings.split.schedule, settings.split.measure, strategy, start.elastic)
+    given, size = Elastic.parse(start.elastic), settings.workers.count
+    refuse_not_elastic(settings, start.elastic, start.explain, start.processes)
     if (found := find_rendezvous(os.environ)) is not None:
         if start.log and found.member is None:
             raise HocketError(
@@ -272,7 +254,8 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
     command = [sys.executable, "-m", "hocket.cli.main", *sys.argv[1:]]
     with start.loggers(settings) as loggers:
         watch = follow(start.out / METRICS, loggers.epoch) if start.log and start.out is not None else lambda: None
-        ElasticRun(command, size, given, liveness_timeout_s, keys=start.keys, parts=settings.processes).run(watch)
+        more: dict[str, Any] = {"parts": settings.processes, "hang_timeout_s": start.hang_timeout_s}
+        ElasticRun(command, size, given, liveness_timeout_s, keys=start.keys, **more).run(watch)
 
 
 def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:

@@ -98,10 +98,11 @@ class Member(Client):
     @event
     def wait_unplanned(self, number: int, now: float) -> Task:
         """The same for a member that was interrupted in the middle of a step: not by a planned one with this member, because
-        members go over to that, and give newcomers their state, at the end of a step."""
+        members go over to that, and give newcomers their state, at the end of a step; nor, where all leave, by a planned one
+        without members: all save at the end of a step."""
 
         def follows() -> bool:
-            return self.latest.number > number and not (self.latest.planned and self.inside)
+            return self.latest.number > number and not (self.latest.planned and (self.inside or not self.latest.members))
 
         yield Until(lambda: follows() or self.excluded or self.over)
 

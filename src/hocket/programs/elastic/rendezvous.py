@@ -265,14 +265,14 @@ class Rendezvous(Service):
         found = [(uid, self._members[uid]) for uid in uids if uid in self._members]
         table = [standing_of(k, k // self._parts, m.standing, self.now - m.heard, m.host) for k, (_, m) in enumerate(found)]
         if hung := [found[one.rank][0] for one in self._waits.look(table)]:
-            waited_s = self._waits.hang_timeout_s
-            self._effects.append(Say(f"others have waited {waited_s:g} s for worker {hung[0]}, so it is given up"))
+            self._effects.append(Say(f"others have waited {self._waits.hang_timeout_s:g} s for worker {hung[0]}: it is given up"))
             self._remove(hung)
 
     def _standing(self) -> list[tuple[int, ...]]:
         """Those of the latest generation that live and have weights for sure: newcomers may not, before anybody has formed it."""
-        base = self.generation if self._formed == self.generation or not self._formed.members else self._formed
-        return [one for one in base.replicas if one in self.generation.replicas and all(uid in self._members for uid in one)]
+        base = self._formed if self._formed.members else self.generation
+        listed = self.generation.replicas or base.replicas  # all leave: they end the step together
+        return [one for one in base.replicas if one in listed and all(uid in self._members for uid in one)]
 
     def _let_in(self) -> None:
         """A planned generation, where all members have formed the latest one and somebody waits or leaves; or the first."""
@@ -288,9 +288,9 @@ class Rendezvous(Service):
             staying = [one for one in current.replicas if all(uid in members for uid in one)][:1]
         joined = self._by_host([*staying, *complete[: max(self.most - len(staying), 0)]])
         if not current.members:
-            if len(joined) >= min(self.expected, self.most) or (
-                len(joined) >= self.least and self.now - self._first > self.gather_s
-            ):
+            enough = self.least if self.now - self._first > self.gather_s else min(self.expected, self.most)
+            if len(joined) >= enough and not any(uid in members for uid in self._formed.members):  # those have ended their step
+                self._formed = current
                 self._announce(joined, planned=False)
         elif tuple(joined) != current.replicas and all(members[uid].formed == current.number for uid in current.members):
             if joined or self._parts == 1:
@@ -312,7 +312,7 @@ class Rendezvous(Service):
         new = self.generation = Generation.after(before, members, planned, hold, self._parts, host_size, self.lost)
         self._announced = {n: g for n, g in self._announced.items() if n >= self._formed.number} | {new.number: new}
         if not members:
-            self._formed, self._first = self.generation, 0.0  # nobody has the weights any more
+            self._formed, self._first = self._formed if planned else self.generation, 0.0  # nobody has the weights any more
         for uid in before.members if planned else ():
             if uid in self._members and uid not in members:
                 self._members[uid].dropped = True

@@ -111,6 +111,8 @@ class Regrouping(ElasticView):
                 if self.member.leaving and not (lost or self.member.latest.members or self.member.excluded or self._newcomer):
                     with self.driver.saving():
                         self.on_last()
+                        while self.member.inside:  # an exchange of it failed, and all have formed one more generation for it
+                            self._ask(self.member.wait_newer, self.member.latest.number)
                 if not lost and (self.member.leaving or not self.member.excluded):  # it leaves, or another one of its replica
                     self.driver.begin(self.member.say_goodbye, self.member.latest.number)
                 if self.member.leaving:
