@@ -153,9 +153,7 @@ class AsyncSimulation(EpochLoop):
         assert isinstance(worker, int)
         if not self.cores.ended(worker):
             return
-        begun = self._computing[worker]
-        assert begun is not None
-        self._compute_s[worker] += self.simulation.now - max(begun, self._epoch_begun)
+        self._compute_s[worker] += self.simulation.now - max(self._computing[worker] or 0.0, self._epoch_begun)
         self._computing[worker] = None
         self.compute(worker)
         self._losses.append(self.replicas.losses[worker].clone())
@@ -187,8 +185,7 @@ class AsyncSimulation(EpochLoop):
             if not self.simulation.step():
                 raise RuntimeError("No worker has anything left to do before the end of the training: please report this.")
             progress = self.protocol.progress
-            step = self.batches.begun + progress // self.cluster.size
-            if step > seen:
+            if (step := self.batches.begun + progress // self.cluster.size) > seen:
                 seen = step
                 self._watch_step(watch)
         entry = self._close()
