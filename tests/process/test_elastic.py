@@ -399,10 +399,8 @@ def test_a_worker_whose_link_is_cut_joins_again_when_it_is_mended(lab: Any, nurs
 
     assert eventually(lambda: steps(2) > 0), group.said()
     lab.plug(2, False)
-    assert eventually(lambda: "is lost; 2 go on" in service.said()), group.said()
-    alone, cut = steps(0), steps(2)
-    assert eventually(lambda: steps(0) > alone), group.said()
-    assert steps(2) == cut
+    assert eventually(lambda: 0 < steps(2) < steps(0) - 2), group.said()  # members are one exchange apart at most
+    alone = steps(0)
     lab.plug(2, True)
     assert eventually(lambda: steps(2) > alone), group.said()
     back.touch()
@@ -410,7 +408,10 @@ def test_a_worker_whose_link_is_cut_joins_again_when_it_is_mended(lab: Any, nurs
     assert service.ended(30).returncode == 0
     found = _results(group, 0, 1, 2)
     assert _equal(found)
-    assert [(one["lost"], one["joined"]) for one in found[:2]] == [(1, 1), (1, 1)]
+    told = service.said().count(" is lost;")
+    assert told > 0
+    assert [one["lost"] for one in found] == [told] * 3, "every loss is counted, also one of a worker that was silent for long"
+    assert found[2]["steps"] > alone
 
 
 def test_a_script_of_ones_own_is_started_with_keys(nursery: Nursery, tmp_path: Path) -> None:
