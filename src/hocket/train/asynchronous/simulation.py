@@ -187,16 +187,14 @@ class AsyncSimulation(EpochLoop):
             if not self.simulation.step():
                 raise RuntimeError("No worker has anything left to do before the end of the training: please report this.")
             progress = self.protocol.progress
-            step = self.batches.begun + progress // self.cluster.size
-            if step > seen:
+            if (step := self.batches.begun + progress // self.cluster.size) > seen:
                 seen = step
                 self._watch_step(watch)
         entry = self._close()
         # Of as many mini-batches as the epoch has, in the order they were computed; where links are slow, some were long before.
         own = enough - before
         mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
-        self._losses = self._losses[own:]
-        self.epoch += 1
+        self._losses, self.epoch = self._losses[own:], self.epoch + 1
         check_weights(self.replicas.layout, self.protocol.global_weights(self._epochs_here)[0], self.epoch)
         return entry, mean_loss
 
