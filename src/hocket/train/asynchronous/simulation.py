@@ -192,8 +192,7 @@ class AsyncSimulation(EpochLoop):
         # The losses of as many mini-batches as the epoch has, in order of computing; on slow links some were computed long before.
         own = enough - before
         mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
-        self._losses = self._losses[own:]
-        self.epoch += 1
+        self._losses, self.epoch = self._losses[own:], self.epoch + 1
         check_weights(self.replicas.layout, self.protocol.global_weights(self._epochs_here)[0], self.epoch)
         return entry, mean_loss
 
