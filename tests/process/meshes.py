@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 import hocket
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
 from hocket.session import _Session
+from hocket.train.split_job import split_job
 from hocket.train.split_replicas import MeshReplica
 
 STEPS = 5
@@ -198,9 +199,10 @@ def replica_of(name: str, mesh: str, strategy: str, momentum: float = 0.0) -> Me
     placed, world = hocket.Mesh.parse(mesh), _Session.cluster
     assert world is not None
     sample = batch(name, 0)[0][: 8 // placed.data]
-    pipeline = hocket.Pipeline(sample=sample, measure="flops" if placed.pipeline > 1 else None)
-    make = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
-    return MeshReplica(build(name), cross_entropy, make, hocket.Strategy.parse(strategy), world, placed, pipeline)
+    pipeline = hocket.Pipeline(sample=sample, measure="flops" if placed.pipeline > 1 else None, loss=cross_entropy)
+    model, where = build(name), (hocket.Strategy.parse(strategy), world, placed, pipeline)
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+    return MeshReplica(model, cross_entropy, optimizer, lambda made: split_job(model, made, *where))
 
 
 def stands_in(mesh: str) -> dict[str, Any]:

@@ -802,7 +802,9 @@ def test_a_coordinator_tells_who_waits_and_dispatches_what_a_dead_worker_held_to
             heard = served.serve(lambda: [caller.receive(10.0) for _ in range(2)])[0]
             assert [envelope.kind for envelope in heard] == [Kind.WAIT, Kind.WAIT]
         assert served.serve(lambda: links[0].join(HERE), lambda: links[1].join(THERE)) == [[HERE, THERE]] * 2
-        assert served.serve(links[0].next_batch) == [0]  # and it has asked for the next one already
+        assert served.serve(links[0].next_batch) == [0]
+        # It asks for the next one already; the other one asks after that.
+        assert eventually(lambda: served.driver.poll(0.01) or served.coordinator.dispatcher.following == 2)
         assert served.serve(links[1].next_batch) == [2]
         served.driver.begin(served.coordinator.worker_lost, 0)
         assert [served.serve(links[1].next_batch)[0] for _ in range(3)] == [0, 1, None]

@@ -174,7 +174,7 @@ def test_what_is_damaged_gives_way_to_the_iteration_before_it(tmp_path: Path, ca
         assert f"; the run goes on from iteration {last - 1}." in said
     flip(tmp_path / f"shard-1-{last}.pt")
     (tmp_path / "previous.json").write_text("{}")
-    with pytest.raises(HocketError, match=r"missing or damaged .* nothing to go on from"):
+    with pytest.raises(HocketError, match=r"missing or damaged .* cannot be resumed: choose another folder"):
         job.launch(tmp_path)
 
 
