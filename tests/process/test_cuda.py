@@ -16,6 +16,7 @@ from hocket import Strategy
 from hocket.cluster.layout import layout_of
 from hocket.cluster.virtual import VirtualCluster
 from hocket.programs.two_stage import program_for
+from hocket.train.watch import NonFinite
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
@@ -87,6 +88,21 @@ def test_an_exchange_of_virtual_workers_does_not_wait_for_the_device(strategy: s
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_looking_for_nan_does_not_wait_for_the_device() -> None:
+    """It is done in the middle of the backward pass, whose operations Python starts meanwhile."""
+    layout = layout_of(nn.Linear(64, 64).to("cuda").named_parameters())
+    watch = NonFinite("skip", layout, VirtualCluster(2, "cuda"))
+    rows = torch.zeros(2, 64 * 64 + 64, device="cuda")
+    rows[1, 7] = float("nan")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        watch.look(0, rows, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.found
+    assert not rows.any()
 
 
 WORKER = """

@@ -119,3 +119,24 @@ def test_what_is_written_into_the_mean_model_is_undone() -> None:
         mean.get_buffer("1.running_mean").fill_(5.0)
         assert float(made[0].weight[0, 0]) == 5.0
     assert all(torch.equal(value, kept[name]) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 5, 6, 11, 16])
+def test_what_is_found_on_a_device_without_waiting_is_what_is_found_at_once(place: int, bad: float) -> None:
+    found: list[Any] = []
+    for look in (NonFinite._look_now, NonFinite._look_later):
+        _, _, watch = watching("skip")
+        size = sum(s.size for s in watch.layout.buckets[0].slots)
+        rows = torch.arange(2.0 * size).view(2, size)
+        look(watch, 0, rows.clone(), 6)
+        assert not watch.found
+        rows[1, place] = bad
+        look(watch, 0, rows, 7)
+        found.append((watch.found, watch.sentence, watch.cluster.ledger.nonfinite, rows.tolist()))
+        watch.judge(True)
+        assert not watch.found
+    assert found[0] == found[1]
+    seen, sentence, count, rows = found[0]
+    assert (seen, count, rows[0], any(rows[1])) == (True, 1, list(range(size)), False)
+    assert "step 7 on worker 5" in sentence

@@ -69,11 +69,38 @@ class NonFinite:
 
     def __init__(self, policy: str, layout: Layout, cluster: Where) -> None:
         self.policy, self.layout, self.cluster = policy, layout, cluster
-        self.found = False
+        self._found = False
+        self._unread: list[tuple[int, Tensor, int]] = []
+        """Buckets that were looked at on a device: per row the place of the first value that is not finite, or −1; the step."""
         self.sentence = ""
+
+    @property
+    def found(self) -> bool:
+        """Whether any gradient since the last judgement was not finite; reads what was left on the device."""
+        unread, self._unread = self._unread, []
+        if unread:
+            places = torch.stack([first for _, first, _ in unread]).tolist()  # the only wait for the device
+            for (bucket, _, step), rows in zip(unread, places, strict=True):
+                for row, place in enumerate(rows):
+                    if place >= 0:
+                        self._describe([s.name for s in self.layout.buckets[bucket].slots if s.offset <= place][-1:], row, step)
+        return self._found
 
     def look(self, bucket: int, rows: Tensor, step: int) -> None:
         """Rows that hold NaN or Inf are zeroed (so nobody else catches it), counted, and described."""
+        if rows.device.type == "cpu":
+            self._look_now(bucket, rows, step)
+        else:
+            self._look_later(bucket, rows, step)
+
+    def _look_later(self, bucket: int, rows: Tensor, step: int) -> None:
+        """Without a wait for the device, which still computes the gradients of other buckets."""
+        finite = torch.isfinite(rows)
+        sound = finite.all(1)
+        self._unread.append((bucket, torch.where(sound, -1, finite.view(torch.uint8).argmin(1)), step))
+        rows.masked_fill_(~sound.unsqueeze(1), 0.0)
+
+    def _look_now(self, bucket: int, rows: Tensor, step: int) -> None:
         if bool(torch.isfinite(rows.sum())):
             return
         bad = ~torch.isfinite(rows)
@@ -100,7 +127,7 @@ class NonFinite:
 
     def judge(self, found_by_any: bool) -> None:
         """Raise, if any worker found NaN or Inf and the policy is ``"raise"``."""
-        self.found = False  # where gradients travel during the next step, the sentence is of the last one
+        self._found, self._unread = False, []  # where gradients travel during the next step, the sentence is of the last one
         if found_by_any and self.policy == "raise":
             own, self.sentence = self.sentence, ""
             raise NonFiniteGradient(own or "Another worker's gradient holds NaN or Inf; its message names the parameter.")
@@ -110,7 +137,7 @@ class NonFinite:
 
     def _describe(self, names: list[str], row: int, step: int) -> None:
         self.cluster.ledger.nonfinite += 1
-        self.found = True
+        self._found = True
         which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.sentence = (
             f"The gradient of {which} holds NaN or Inf at step {step} on worker {self.cluster.workers.start + row}; "
