@@ -11,7 +11,8 @@ Times are minima over interleaved rounds. `first` is the first step of the worke
 on disk end the line (`--no-single` leaves the single models out). `--starts` measures what that cache saves: for each model two
 fresh processes, one after the other, with a cache that was empty; seconds of the first step, and of the whole process.
 Precision is torch's default unless `--bf16` asks for autocast; `--channels-last` has images, and the single models, in that memory
-format. `--engine loop` computes the workers one after another, `--compile` compiles on a CPU too. Warnings of the engine, such as
+format. `--engine loop` computes the workers one after another, `--compile` compiles on a CPU too; `--kernels N` lists the N operations
+that take most of a step, on both sides. Warnings of the engine, such as
 what it could not compile, follow the table.
 gpt2, llama, bert and vit need Hugging Face's transformers.
 """
@@ -34,7 +35,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from hocket.cluster.layout import layout_of
 from hocket.train.engines import LoopEngine, VmapEngine, stack_buffers
@@ -309,6 +312,21 @@ def measure(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[s
     return {name: min(t) for name, t in times.items()} | {"first_s": first}
 
 
+def kernels(steps: dict[str, Step], count: int, device: torch.device) -> None:
+    """Prints which operations of one step take most of the device's time."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    for name, step in steps.items():
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as trace:
+            step()
+            wait(device)
+        found = [e for e in trace.key_averages() if e.device_type == kind]
+        took = {e.key: (e.self_device_time_total if device.type == "cuda" else e.self_cpu_time_total) / 1000 for e in found}
+        calls = {e.key: e.count for e in found}
+        print(f"  {name}: {sum(took.values()):.2f} ms in {sum(calls.values())} calls")
+        for key in sorted(took, key=lambda key: -took[key])[:count]:
+            print(f"    {took[key]:9.2f} ms {calls[key]:6d}  {key[:120]}")
+
+
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
     device, (kind, build) = torch.device(args.device), MODELS[name]
@@ -324,6 +342,8 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
         warnings.simplefilter("always")
         torch._dynamo.utils.counters.clear()
         found: dict[str, Any] = measure(steps, args.rounds, device)
+        if args.kernels:
+            kernels(steps, args.kernels, device)
     notes = [str(w.message) for w in caught if issubclass(w.category, UserWarning) and "computed" in str(w.message)]
     compiled_graphs = torch._dynamo.utils.counters["aot_autograd"]
     cache = {k.removeprefix("autograd_cache_"): n for k, n in compiled_graphs.items() if k.startswith("autograd_cache_")}
@@ -387,6 +407,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile on a CPU too")
     parser.add_argument("--no-single", action="store_true", help="the workers alone")
     parser.add_argument("--starts", action="store_true", help="the first and the second start of each model, in fresh processes")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N operations that take most of a step")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
     device = torch.device(args.device)
