@@ -11,9 +11,8 @@ Times are minima over interleaved rounds. `first` is the first step of the worke
 on disk end the line (`--no-single` leaves the single models out). `--starts` measures what that cache saves: for each model two
 fresh processes, one after the other, with a cache that was empty; seconds of the first step, and of the whole process.
 Precision is torch's default unless `--bf16` asks for autocast; `--channels-last` has images, and the single models, in that memory
-format. `--engine loop` computes the workers one after another, `--compile` compiles on a CPU too; `--kernels N` lists the N operations
-that take most of a step, on both sides. Warnings of the engine, such as
-what it could not compile, follow the table.
+format. `--engine loop` computes the workers one after another, `--compile` compiles on a CPU too. `--kernels N` lists the N
+operations that take most of a step, on both sides. Warnings of the engine, such as what it could not compile, follow the table.
 gpt2, llama, bert and vit need Hugging Face's transformers.
 """
 
@@ -434,7 +433,12 @@ def main() -> None:
 def write(args: argparse.Namespace, device: str, rows: list[dict[str, Any]]) -> None:
     """The figures as JSON, where they are asked for."""
     if args.out:
-        run = {"device": device, "torch": torch.__version__, "settings": vars(args) | {"out": str(args.out)}, "rows": rows}
+        run = {
+            "device": device,
+            "torch": torch.__version__,
+            "settings": {k: v for k, v in vars(args).items() if k != "out"},
+            "rows": rows,
+        }
         args.out.write_text(json.dumps(run, indent=1))
 
 

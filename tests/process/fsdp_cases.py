@@ -31,8 +31,10 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)) * self.scale
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        """The logits; with targets also the loss, which is computed from them."""
+        logits = self.head(self.body(x)) * self.scale
+        return logits if y is None else (F.cross_entropy(logits, y), logits)
 
 
 def net() -> nn.Module:
@@ -117,7 +119,8 @@ def weighed(rank: int) -> dict[str, Any]:
         alone_optimizer.step()
         optimizer.zero_grad()
         x, y = parts[rank]
-        F.cross_entropy(model(x), y).backward()
+        loss = model(x, y)[0] if t % 2 else F.cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
     return {"hocket": whole(model), "alone": flat(alone)}
 
@@ -135,7 +138,7 @@ def steps(rank: int, strategy: str) -> dict[str, Any]:
         train(model, optimizer, rank, range(t, t + 1))
         found["weights"].append(whole(model))
     found["sent"] = job.summary(all_workers=True)["bytes_sent"]
-    model.seen.fill_(rank // 2)
+    model.seen.fill_(rank)
     x, _ = samples(0, 0)
     with torch.no_grad():
         found["own"] = model(x)  # gathers weights, and keeps them

@@ -108,7 +108,7 @@ def test_the_mean_model_is_for_a_while_and_at_the_end(four: Results, strategy: s
         assert torch.equal(worker["own"], worker["own again"])
         assert furthest(worker["mean"], worker["finished"]) < 1e-6
         assert torch.equal(worker["last"], workers[0]["last"])
-        assert worker["mean seen"].tolist() == [0.5] * 3
+        assert worker["mean seen"].tolist() == [1.5] * 3
     if strategy not in CODED[:2]:  # all others have gone apart by then
         assert furthest(workers[0]["own"], workers[2]["own"]) > 1e-4
         assert furthest(workers[0]["mean"], workers[0]["own"]) > 1e-4

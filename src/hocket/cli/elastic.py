@@ -23,7 +23,9 @@ from hocket.transport import Keys
 
 _HERE = "tcp://127.0.0.1:0"
 _LIVENESS = typer.Option(help="Seconds of silence after which a worker is lost.")
-HANG = typer.Option(help="--elastic: seconds for which others may wait for one whose training thread hangs, before it is lost.")
+_HANG = "seconds for which others may wait for a worker whose training thread hangs, before it is lost."
+HANG = typer.Option(help=f"With --elastic: {_HANG}")
+_HANG_ALONE = typer.Option(help=_HANG.capitalize())
 
 
 def follow(path: Path, tell: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
@@ -81,7 +83,7 @@ def launch(
     workers: Annotated[int | None, typer.Option(help="How many to start here (default: the least).")] = None,
     replace: Annotated[bool, typer.Option(help="Start another worker for one that died.")] = True,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
-    hang_timeout: Annotated[float, HANG] = HANG_TIMEOUT_S,
+    hang_timeout: Annotated[float, _HANG_ALONE] = HANG_TIMEOUT_S,
     mesh: Annotated[str | None, typer.Option(help="How the script splits each worker's model, such as pipeline=2.")] = None,
     keys: Annotated[Path | None, typer.Option(help="The keys that the script gives to hocket.init, made by `hocket keys`.")] = None,
     bind: Annotated[str, typer.Option(help="Where the rendezvous listens; one that other machines reach needs --keys.")] = _HERE,
@@ -107,7 +109,7 @@ def rendezvous(
         ),
     ] = None,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
-    hang_timeout: Annotated[float, HANG] = HANG_TIMEOUT_S,
+    hang_timeout: Annotated[float, _HANG_ALONE] = HANG_TIMEOUT_S,
 ) -> None:
     """Let workers that torchrun, Slurm or others start find each other, and go on when some are lost."""
     found = None if keys is None else Keys.read(keys)

@@ -141,7 +141,7 @@ def _progress(reading: Reading, folder: Path) -> str:
     going = [run for run in runs if run not in over and run.state != PLANNED]
     failed = [run for run in runs if run.state == FAILED]
     shown = runs if len(runs) <= _FEW else [*going, *failed][:_MOST_LISTED]
-    several = {name for name in ("workers", "seed") if len({str(run.settings.get(name)) for run in runs}) > 1}
+    several = {name for name in ("workers", "optimizer", "seed") if len({str(run.settings.get(name)) for run in runs}) > 1}
     lines = "".join(_line(run, several) for run in shown) + "".join(
         f"<li>{html.escape(text)}</li>" for text in _searches(folder, runs)
     )
@@ -160,9 +160,12 @@ def _line(run: RunRecord, several: set[str]) -> str:
     settings, epochs = run.settings, number(run.settings.get("epochs"))
     mesh = f" on {settings['mesh']}" if settings.get("mesh") else ""
     names = [f"{settings.get('strategy', '?')}{mesh}"]
-    names += [f"{settings.get('workers')} workers"] * ("workers" in several) + [f"seed {settings.get('seed')}"] * (
-        "seed" in several
-    )
+    texts = {
+        "workers": f"{settings.get('workers')} workers",
+        "optimizer": settings.get("optimizer"),
+        "seed": f"seed {settings.get('seed')}",
+    }
+    names += [str(text) for name, text in texts.items() if name in several]
     bar = _bar(run.last_epoch, int(epochs), "Epochs") if epochs and run.state != PLANNED else ""
     ago = f'<time data-written="{run.written:.0f}"></time>' if run.written and run.state not in (FINISHED, FAILED, PLANNED) else ""
     name, status = html.escape(", ".join(names)), html.escape(" · ".join(_status(run, epochs)))

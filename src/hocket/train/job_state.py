@@ -83,6 +83,8 @@ class JobState(JobView):
         place, size = self.cluster.workers.start, self.cluster.size
         if self.split is not None:
             place, size = self.split.world.rank, self.split.world.processes
+        elif self._binding.copied:
+            place, size = self.runtime.process, self.runtime.processes
         if stream is not None:
             if self.runtime.began is None:
                 return

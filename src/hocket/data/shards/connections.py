@@ -45,8 +45,9 @@ class Connections:
         if not self._by_urllib:
             connection, response = self._asked(address, headers)
             try:
-                self._by_urllib = response.status in _REDIRECTS
-                if not self._by_urllib:
+                moved = response.status in _REDIRECTS
+                self._by_urllib |= moved
+                if not moved:
                     if response.status >= 300:
                         raise urllib.error.HTTPError(address, response.status, response.reason, response.headers, None)
                     yield response
@@ -70,6 +71,7 @@ class Connections:
                 return connection, connection.getresponse()
             except BaseException as error:
                 connection.close()
+                self.close()  # the others that stayed open may be as dead: the next try opens one
                 if known is None or not isinstance(error, ConnectionError):
                     raise
 

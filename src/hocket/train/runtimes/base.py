@@ -175,6 +175,10 @@ class FixedWorkers:
     def process(self) -> int:
         return self.cluster.rank
 
+    @property
+    def processes(self) -> int:
+        return self.cluster.processes
+
     def figures(self) -> dict[str, Any]:
         return {}
 
@@ -214,6 +218,10 @@ class Runtime(Protocol):
     @property
     def process(self) -> int:
         """The number of this process in the whole job, by which its state is named."""
+
+    @property
+    def processes(self) -> int:
+        """How many processes the whole job has."""
 
     @property
     def synchronous(self) -> bool:

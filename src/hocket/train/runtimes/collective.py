@@ -151,12 +151,13 @@ class CollectiveRuntime(FixedWorkers):
 
     def _average(self) -> None:
         """Mean weights, where replicas differ, and mean float buffers."""
-        if self.alone:
-            return
-        if self._replicas_differ:
+        if not self.alone and self._replicas_differ:
             for rows, whole in zip(self.binding.weights, self.program.whole(self.binding.weights), strict=True):
                 self._mean(rows.copy_(whole))
-        for buffer in self.binding.buffers:
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        for buffer in [] if self.alone else self.binding.buffers:
             rows = buffer.data.reshape(1, -1).clone()
             self._mean(rows)
             buffer.data.copy_(rows.view(buffer.shape))

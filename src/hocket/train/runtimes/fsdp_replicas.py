@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class FsdpReplicas(CollectiveRuntime):
     def process(self) -> int:
         return self.world.rank
 
+    @property
+    def processes(self) -> int:
+        return self.world.processes
+
     def terms(self) -> list[str]:
         return ["fully_shard"]
 
@@ -74,6 +79,7 @@ class FsdpReplicas(CollectiveRuntime):
 
         def hooked(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
+                tensor = tensor.view_as(tensor)  # another output may be computed from this one, whose gradient is weighed already
                 tensor.register_hook(weigh)
             return tensor
 
@@ -94,6 +100,15 @@ class FsdpReplicas(CollectiveRuntime):
         self.binding.reclaim()
         super().after_update()
         self.binding.publish()
+
+    def _average_buffers(self) -> None:
+        """Over all processes, since each reads mini-batches of its own."""
+        for buffer in self.binding.buffers:
+            rows = buffer.data.reshape(1, -1).clone()
+            exchange = self.world.exchange()
+            exchange.submit(partial(self.world.mean, rows, self.world.world), name=f"the mean of {rows.shape[1]} values")
+            exchange.wait()
+            buffer.data.copy_(rows.view(buffer.shape))
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:

@@ -111,8 +111,7 @@ class Regrouping(ElasticView):
                 if self.member.leaving and not (lost or self.member.latest.members or self.member.excluded or self._newcomer):
                     with self.driver.saving():
                         self.on_last()
-                        while self.member.inside:  # an exchange of it failed, and all have formed one more generation for it
-                            self._ask(self.member.wait_newer, self.member.latest.number)
+                        self._stay_until_all_have_ended()
                 if not lost and (self.member.leaving or not self.member.excluded):  # it leaves, or another one of its replica
                     self.driver.begin(self.member.say_goodbye, self.member.latest.number)
                 if self.member.leaving:
@@ -122,19 +121,35 @@ class Regrouping(ElasticView):
                 self.program.abandon()
                 self._join()
             generation = self.member.latest
-            try:
-                with self.cluster.uncounted(), self.cluster.progress.forming(generation.number, self.cluster.parts == 1):
-                    counts = self._form_one(generation, begun)
-            except WorkerLost:
-                raise
-            except RuntimeError:
-                self.driver.begin(self.member.has_failed, generation.number)
-                self._ask(self.member.wait_newer, generation.number)
+            counts = self._try_form(generation, begun)
+            if counts is None:
                 continue
             if again:
                 raise Rejoined
             return counts
         raise WorkerLost(f"The workers could not form a group in {_MOST_TRIES} tries; see the rendezvous' output.")
+
+    def _stay_until_all_have_ended(self) -> None:
+        """Somebody was lost while all saved before they leave: those that live form one more generation, for whoever lacks the
+        result of the last exchange."""
+        while self.member.inside:
+            generation = self.member.latest
+            if self.cluster.generation < generation.number:
+                self._try_form(generation, time.monotonic())
+            else:
+                self._ask(self.member.wait_newer, generation.number)
+
+    def _try_form(self, generation: Generation, begun: float) -> bool | None:
+        """Whether the exchange under way counts; None where the generation could not be formed, and a later one is there."""
+        try:
+            with self.cluster.uncounted(), self.cluster.progress.forming(generation.number, self.cluster.parts == 1):
+                return self._form_one(generation, begun)
+        except WorkerLost:
+            raise
+        except RuntimeError:
+            self.driver.begin(self.member.has_failed, generation.number)
+            self._ask(self.member.wait_newer, generation.number)
+            return None
 
     def _form_one(self, generation: Generation, begun: float) -> bool:
         if self._given_in:  # the others may have gone on since it was given weights
