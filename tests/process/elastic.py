@@ -113,7 +113,8 @@ def train(
 ) -> None:
     """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them.
 
-    With the fault "save" all end after a step, with "leave" all are told to; with what ``saved`` names another run goes on.
+    With the fault "save" all end after a step, with "leave" all are told to, with "die" the victim dies when it has saved; with
+    what ``saved`` names another run goes on.
     With "hang" the victim is held up until there is a file ``go``, with "slow" it takes longer than ``build_s``. Steps are slow
     ``until`` that file exists. ``hosts`` are names of machines, by rank."""
     if build_s:
@@ -126,6 +127,11 @@ def train(
     def save(job: hocket.Job) -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
         torch.save({**state, "step": job.step}, f"{folder}/{job.cluster.rank}.saved")
+        if fault == "die" and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + 2.0  # the victim may have left before the others
+        while fault == "die" and not job.runtime.member.inside and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     hocket.init(device=device, seed=1, keys=keys)
     torch.manual_seed(0)
@@ -160,7 +166,7 @@ def train(
                 held_up_by_its_data(Path(folder, "go"))
             elif fault == "slow" and rank == victim and job.step == at:
                 time.sleep(2 * build_s)
-            elif fault == "leave" and job.step == at:
+            elif fault in ("leave", "die") and job.step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
                 while job.runtime.member.latest.number == job.cluster.generation:  # the end of the next step is that of this run
                     time.sleep(0.01)

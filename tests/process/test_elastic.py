@@ -216,6 +216,14 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(
     assert any(bool(state["error"].any()) for states in owed for state in states), "there was something to share out"
 
 
+def test_those_that_leave_end_well_where_one_is_lost_while_all_save(nursery: Nursery, tmp_path: Path) -> None:
+    with rendezvous(3) as (_, environ):
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault="die", at=4, until=str(tmp_path / "never"))
+        found = group.wait(60)
+    assert found[0] == found[2] == 0, group.said()
+    assert found[1] in (-signal.SIGKILL, 0), "or it has left before the others"
+
+
 def test_nothing_changes_where_nothing_happens(nursery: Nursery, tmp_path: Path) -> None:
     with rendezvous(2) as (_, environ):
         elastic = nursery.start(TRAIN, 2, tmp_path / "elastic", environ, strategy="bulk + topk(0.2)")
