@@ -26,7 +26,7 @@ from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
 from hocket.files import sealed, state_bytes, unsealed
 from hocket.programs.account import Account, entry_of
-from hocket.programs.base import Effects, Say, Send, Snapshot
+from hocket.programs.base import Effects, Say, Send, SetTimer, Snapshot
 from hocket.programs.server.members import BatchDispatcher
 from hocket.programs.server.observer import ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
@@ -795,6 +795,19 @@ def test_an_observer_joins_the_shards_parts_and_gives_up_on_a_shard_that_is_sile
     assert (observer.found.lost, observer.found.figures["progress"]) == (1, 12)
     with pytest.raises(HocketError, match="Shard 1: the job is another"):
         observer.message(1, Envelope(Kind.REFUSAL, metadata={"sentence": "the job is another"}), 15.0)
+
+
+def test_an_observer_asks_again_where_its_request_was_lost() -> None:
+    """With a connection, or with the shard that had it; more and more seldom, since an answer may take long."""
+    observer = ShardObserver(layout(), Slices.of(Strategy.parse("async + server(1)"), layout()))
+    asked: list[tuple[float, int]] = []
+    now, effects = 0.0, observer.fetch(3, 0.0)
+    while now < 100.0:
+        asked += [(now, effect.message.number) for effect in effects if isinstance(effect, Send)]
+        (timer,) = (effect for effect in effects if isinstance(effect, SetTimer))
+        now, effects = timer.at, observer.timer(timer.name, timer.at)
+    assert [at for at, _ in asked] == [0.0, 5.0, 15.0, 35.0, 75.0]
+    assert {number for _, number in asked} == {asked[0][1]}, "a late answer to any of them is one to all"
 
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:

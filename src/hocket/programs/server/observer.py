@@ -1,5 +1,6 @@
 """An observer of the shards: it asks for the state of the job and for the weights after an epoch, and reports dead workers."""
 
+import math
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,6 +18,8 @@ _LONG_S = 1e6
 _OTHERS_S = 2.0
 """Once shard 0 has reached the end of an epoch, the others have so long to reach it, too."""
 _ANSWER_S = 5.0
+_AGAIN_S, _AGAIN_MOST_S = 5.0, 120.0
+"""Shard 0 is asked again after so long, then after twice as long, and so on: an answer may have large weights and a slow link."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,13 @@ class ShardObserver(Program):
 
     def _fetch(self, epoch: int, waits: bool, timeout_s: float | None) -> Task:
         self.found, self._parts, self._fetched = None, {}, next(self._numbers)
-        self._ask([0], epoch, _LONG_S if waits else 0.0)
-        yield Until(lambda: bool(self._parts), None if timeout_s is None else self.now + timeout_s)
-        if not self._parts:
-            return
+        ends, pause = math.inf if timeout_s is None else self.now + timeout_s, _AGAIN_S
+        while not self._parts:  # a message may be lost with a connection
+            self._ask([0], epoch, _LONG_S if waits else 0.0)
+            yield Until(lambda: bool(self._parts), min(self.now + pause, ends))
+            if not self._parts and self.now >= ends:
+                return
+            pause = min(2 * pause, _AGAIN_MOST_S)
         self._ask(range(1, self.slices.shards), epoch, _OTHERS_S)
         yield Until(lambda: len(self._parts) == self.slices.shards, self.now + _OTHERS_S + _ANSWER_S)
         if len(self._parts) == self.slices.shards:
