@@ -172,6 +172,29 @@ def test_a_worker_that_was_away_goes_on_from_the_step_that_the_shards_say() -> N
     assert (worker.busy, worker.step, worker.pushed) == (False, 9, 9)
 
 
+@pytest.mark.parametrize("other_shards", [False, True])
+def test_sums_that_no_step_follows_are_pushed_with_the_rates_of_their_steps(other_shards: bool) -> None:
+    wires = Wires("downpour(4, 4) + server(2)")
+    worker = wires.worker(0)
+    wires.step(0, torch.ones(50))
+    if other_shards:
+        wires = Wires("downpour(4, 4) + server(2)")
+        state, worker = worker.strategy_state(), wires.worker(0)
+        wires.carry(0, worker.resume(state, 0.0))
+        wires.deliver(0)
+    else:
+        state = worker.state_dict()
+        worker = wires.workers[0] = ServerWorker(WorkerConfig(wires.strategy, LAYOUT, 0, 1))
+        worker.attach([torch.ones(1, 50)], SGD)
+        worker.load_state_dict(state)
+    wires.carry(0, worker.flush(0.0))
+    wires.deliver(0)
+    assert [message.metadata["lrs"] for message in wires.of(Kind.PUSH)] == [[LR], [LR]]
+    assert all(
+        torch.equal(shard.shard.weights[0], torch.full((25,), 1.0 - LR)) for shard in wires.shards if shard.shard is not None
+    )
+
+
 def test_a_state_between_pushes_of_displacements_holds_the_steps_since_the_last_one() -> None:
     """Seven steps, of which four are pushed; a worker of other shards with their weights goes on from there."""
     outer = OptimizerSpec("delayednesterov", ({"lr": 1.0, "momentum": 0.0, "delay": 1},))

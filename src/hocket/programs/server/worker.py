@@ -24,7 +24,7 @@ from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
 _SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
-_SAVED += ["pushed", "number", "_sent", "_call", "_fetched", "_met", "_steps_last_time"]
+_SAVED += ["pushed", "number", "_sent", "_call", "_fetched", "_met", "_steps_last_time", "_lrs", "_options", "_buffers"]
 
 
 class ServerWorker(ShardRequests):
@@ -132,6 +132,7 @@ class ServerWorker(ShardRequests):
             for rows, displacement in zip(self.rows, state["sums"], strict=True):
                 rows[0] -= displacement
         self._steps_since_meeting, self._met = state["since"], self.now - state["since_s"]
+        self._lrs = state["lrs"]  # of sums that no step will follow
         self.pushed, self._resumes = state["pushed"], True
         yield from self._hello_all()  # the shards count from here
         self._resumes = False
@@ -252,7 +253,7 @@ class ServerWorker(ShardRequests):
         sums = self._sums
         if self.sync.outer_optimizer is not None:  # how far this worker has come since
             sums = [then - rows[0] for then, rows in zip(self._fetched, self.rows, strict=True)]
-        return copy.deepcopy({**state, "encoder": self._encoder.state_dict(), "sums": sums})
+        return copy.deepcopy({**state, "encoder": self._encoder.state_dict(), "sums": sums, "lrs": self._lrs})
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; messages under way are the driver's."""
