@@ -28,6 +28,7 @@ from hocket.compression.base import Context
 from hocket.data.elastic_stream import SampleStream
 from hocket.data.partition import Partition
 from hocket.drivers import elastic as elastic_driver
+from hocket.errors import WorkerLost
 from hocket.programs.base import Effects, Send
 from hocket.programs.elastic.generation import Generation
 from hocket.programs.elastic.member import BEAT_S, RENDEZVOUS, Member
@@ -216,6 +217,26 @@ def test_a_worker_that_was_dropped_before_its_first_group_stood_begins_with_the_
     runtime.hooked()
     assert calls == ["joins", "forms"]
     assert runtime.cluster.ledger.running
+
+
+def test_an_exchange_that_always_fails_is_not_repeated_for_ever() -> None:
+    class Repeating(ElasticRuntime):
+        def _ask(self, method: Any, argument: Any) -> None:
+            pass
+
+        def _form(self, lost: bool = False) -> bool:
+            return False
+
+    runtime = Repeating.__new__(Repeating)
+    runtime.cluster, runtime._failed = ElasticCluster(), (-1, 0)
+    runtime.cluster.abandoned = lambda: True
+    member: Any = SimpleNamespace(wait_unplanned=None)
+    runtime.member = member
+    for runtime.cluster.done in (3, 4):  # one that is completed at last is forgotten
+        for _ in range(50):
+            assert not runtime._interrupted(RuntimeError("a bug"))
+    with pytest.raises(WorkerLost, match="failed 51 times in a row, the last time with: a bug"):
+        runtime._interrupted(RuntimeError("a bug"))
 
 
 class _Replicas:

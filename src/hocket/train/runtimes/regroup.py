@@ -45,6 +45,7 @@ class Regrouping(ElasticView):
         self._rescaled = 1.0  # since the state of another worker was taken
         self._newcomer, self._hold, self._meanwhile, self._members = True, False, False, tuple[int, ...]()
         self._untidy, self._given_in, self._hold_from = False, 0, 0
+        self._failed = -1, 0  # the exchanges that were completed when one failed last, and how many times in a row that one did
         self.began: tuple[int, int] | None = None  # its place and the number of workers, where the run began with it
         self.on_last: Callable[[], None] = lambda: None  # called where all leave, at the end of a step
         cluster.latest_generation = lambda: self.member.latest.number
@@ -78,7 +79,10 @@ class Regrouping(ElasticView):
 
     def _interrupted(self, error: BaseException | None) -> bool:
         """An exchange has failed: form the next generation; whether the exchange counts."""
-        number = self.cluster.generation
+        number, (done, times) = self.cluster.generation, self._failed
+        self._failed = self.cluster.done, times + 1 if done == self.cluster.done else 1
+        if self._failed[1] > _MOST_TRIES:
+            raise WorkerLost(f"The same exchange has failed {self._failed[1]} times in a row, the last time with: {error}")
         if not self.cluster.abandoned():
             self.driver.begin(self.member.has_failed, number)
         self._ask(self.member.wait_unplanned, number)
