@@ -141,7 +141,11 @@ def _progress(reading: Reading, folder: Path) -> str:
     going = [run for run in runs if run not in over and run.state != PLANNED]
     failed = [run for run in runs if run.state == FAILED]
     shown = runs if len(runs) <= _FEW else [*going, *failed][:_MOST_LISTED]
-    several = {name for name in ("workers", "optimizer", "seed") if len({str(run.settings[name]) for run in runs if name in run.settings}) > 1}
+    several = {
+        name
+        for name in ("workers", "optimizer", "seed")
+        if len({str(run.settings[name]) for run in runs if name in run.settings}) > 1
+    }
     lines = "".join(_line(run, several) for run in shown) + "".join(
         f"<li>{html.escape(text)}</li>" for text in _searches(folder, runs)
     )
